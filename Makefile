@@ -1,0 +1,43 @@
+# make demo and make test work on a fresh machine: each sets up .venv first.
+BIN := .venv/bin
+
+.PHONY: help demo test lint format bench lock clean venv-demo venv-dev
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: venv-demo ## run a real model twice on prompts that share a prefix, and show the cache hit
+	$(BIN)/jradix demo
+
+test: lint ## lint, types and all tests (PYTEST_ARGS="-k name" narrows the tests)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: venv-dev ## formatting, lint rules and types; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: venv-dev ## format the code and apply the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv-demo ## the benchmarks of docs/performance.md on this machine
+	$(BIN)/python scripts/bench_raw.py
+	$(BIN)/python scripts/bench_prefix.py
+
+# A pin stays while pyproject.toml allows it: make lock LOCK_ARGS=--upgrade takes the newest of everything,
+# LOCK_ARGS="--upgrade-package jax" of one package.
+lock: venv-dev ## resolve pyproject.toml into requirements/*.txt
+	$(call COMPILE,dev) --extra demo --extra server --extra dev
+	$(call COMPILE,demo) --extra demo --constraints requirements/dev.txt
+
+COMPILE = $(BIN)/uv pip compile pyproject.toml --group build --output-file requirements/$(1).txt \
+	--python $(BIN)/python --python-version 3.12 --universal --generate-hashes --quiet \
+	--no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" $(LOCK_ARGS)
+
+clean: ## remove .venv, caches and build output
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find jradix scripts tests -name __pycache__ -type d -exec rm -rf {} +
+
+venv-demo venv-dev: venv-%:
+	@scripts/setup_venv.sh $*

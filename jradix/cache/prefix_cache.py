@@ -1,0 +1,301 @@
+"""The prefix cache as the scheduler sees it: match, lock, allocate, insert, unlock; eviction happens inside."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from jradix.cache.eviction import EvictionQueue
+from jradix.cache.invariants import CacheInvariantError, find_violations
+from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
+from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root
+
+TokenIds = npt.NDArray[np.integer] | Sequence[int]
+
+
+class StaleMatchError(RuntimeError):
+    """A match was locked after its pages had been evicted: match again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix at the time of asking. Only a candidate: nothing protects its pages before `lock`."""
+
+    num_tokens: int  # whole pages
+    pages: PageIds  # [num_tokens / page_size], read-only
+    namespace: Hashable
+    node: Node | None = field(repr=False)  # where the match ends, perhaps inside it; None when nothing matched
+
+
+class Lock:
+    """A request's hold on a prefix. It stays valid through splits, and `insert` extends it; only `unlock` ends it."""
+
+    __slots__ = ("namespace", "node", "time")
+
+    def __init__(self, node: Node, namespace: Hashable, time: int) -> None:
+        self.node: Node | None = node  # the prefix ends where this node ends; None once unlocked
+        self.namespace = namespace
+        self.time = time  # of the last use of the prefix through this handle
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the protected prefix."""
+        assert self.node is not None, "this lock has been unlocked already"
+        return self.node.end
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """What `insert` did to a request's page table."""
+
+    pages: PageIds  # the table to go on with, as long as the one given
+    num_tokens: int  # the request's tokens that are in the tree now, protected by its lock; pages past it stay private
+
+
+class PrefixCache:
+    """Shares the KV pages of token prefixes between requests.
+
+    Every page is at any time *free*, *private* (allocated, not in the tree), *protected* (in the tree under a lock)
+    or *evictable* (in the tree, unlocked); the four always sum to `num_total`.
+
+    The life of a request: ``match`` its prompt without the last token, ``lock`` the match, ``allocate`` pages for the
+    rest, compute, ``insert`` what has been computed (as often as wanted), and at the end ``free`` the pages past
+    ``Insert.num_tokens`` and ``unlock``.
+
+    Recency is exact for every page: a prefix counts as used when it is locked and when something is inserted behind
+    it, and a hit on the head of a node does not refresh the node's tail, because `lock` splits it there.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, eviction_policy: str = "lru", enabled: bool = True) -> None:
+        """`num_pages` usable pages with ids 1..num_pages. `enabled=False`: nothing is ever cached."""
+        self.page_size = page_size
+        self.enabled = enabled
+        self._pages = PageAllocator(num_pages)
+        self._tree = RadixTree(page_size)
+        self._queue = EvictionQueue(eviction_policy)
+        self._num_protected = 0
+        self._num_locks = 0
+        self._clock = 0  # counts locks and inserts
+
+    @property
+    def num_total(self) -> int:
+        return self._pages.num_total
+
+    @property
+    def num_free(self) -> int:
+        return self._pages.num_free
+
+    @property
+    def num_private(self) -> int:
+        return self._pages.num_private
+
+    @property
+    def num_protected(self) -> int:
+        return self._num_protected
+
+    @property
+    def num_evictable(self) -> int:
+        return self._pages.num_tree - self._num_protected
+
+    def match(self, token_ids: TokenIds, namespace: Hashable | None = None) -> Match:
+        """Look up the longest cached prefix of `token_ids`, in whole pages. Changes nothing, not even recency.
+
+        Pass the prompt without its last token: one token must be computed to have logits.
+        """
+        root = self._tree.roots.get(namespace)
+        if root is None:
+            return Match(0, as_page_ids(b""), namespace, None)
+        node, num_tokens, passed = self._tree.walk(root, as_token_bytes(token_ids))
+        return Match(num_tokens, as_page_ids(b"".join(passed)), namespace, node if num_tokens else None)
+
+    def lock(self, match: Match) -> Lock:
+        """Protect the matched prefix from eviction until `unlock`, and count it as used now.
+
+        Lock before counting what is evictable. Raises StaleMatchError, changing nothing, if some of the matched pages
+        have been evicted or flushed since the match.
+        """
+        node = self._end_node(match)
+        self._clock += 1
+        self._num_locks += 1
+        self._protect(node, None)
+        return Lock(node, match.namespace, self._clock)
+
+    def unlock(self, lock: Lock) -> None:
+        """End the protection. Pages without another lock become evictable; none is freed. AssertionError if repeated.
+
+        `flush` leaves locked prefixes alone, so unlocking after a flush is nothing special.
+        """
+        end = lock.node
+        assert end is not None, "this lock has been unlocked already"
+        lock.node = None
+        self._num_locks -= 1
+        node: Node | None = end
+        while node is not None:
+            node.ref_count -= 1
+            if not node.ref_count:
+                self._num_protected -= node.num_pages
+            # Recency is brought up to date here, once for all inserts under this lock: while it was held it did not
+            # matter, and to touch the whole path in each insert would make a chunked prefill quadratic.
+            node.last_access = max(node.last_access, lock.time)
+            node = node.parent
+        self._offer(end)
+
+    def allocate(self, num_pages: int) -> PageIds | None:
+        """Private pages for a request, [num_pages] int32, evicting unlocked leaves as needed.
+
+        None if free and evictable pages together are too few; then nothing has changed and nothing was evicted.
+        """
+        if num_pages > self.num_free + self.num_evictable:
+            return None
+        if num_pages > self.num_free:
+            self._evict(num_pages - self.num_free)
+        return self._pages.take(num_pages)
+
+    def free(self, pages: npt.ArrayLike) -> None:
+        """Give back private pages. AssertionError, changing nothing, if any is free, in the tree, or not a page."""
+        self._pages.give_back(np.asarray(pages, np.int32).reshape(-1))
+
+    def insert(
+        self, token_ids: TokenIds, pages: npt.ArrayLike, lock: Lock, namespace: Hashable | None = None
+    ) -> Insert:
+        """Put the whole pages of a request's computed tokens into the tree, and extend `lock` over them.
+
+        token_ids: the computed tokens from position 0, [tokens]. pages: the request's page table, at least
+        ceil(tokens / page_size) ids, of which those under the lock are the tree's and the others private.
+        Where the tree has a page for the same tokens already, ours is freed and the returned table names the tree's.
+        With `enabled=False` the table comes back unchanged.
+        """
+        top = lock.node
+        assert top is not None, "this lock has been unlocked already"
+        if namespace != lock.namespace:
+            raise ValueError(f"the lock is in namespace {lock.namespace!r}, got {namespace!r}: pass the same to both")
+        table = np.array(pages, np.int32)
+        start, end = top.end, len(token_ids) // self.page_size * self.page_size
+        assert len(table) * self.page_size >= len(token_ids), f"{len(table)} pages cannot hold {len(token_ids)} tokens"
+        if not self.enabled or end <= start:
+            return Insert(table, start)
+        tokens = as_token_bytes(token_ids[start:end])
+        own = table[start // self.page_size : end // self.page_size]  # a view: writing to it rewrites the table
+        self._pages.require(own, PRIVATE)
+
+        node, num_matched, passed = self._tree.walk(top, tokens)
+        if start + num_matched < node.end:
+            node = self._tree.split(node, start + num_matched)
+        self._clock += 1
+        lock.time = self._clock
+        if passed:
+            num_shared = num_matched // self.page_size
+            self._pages.give_back(own[:num_shared])
+            own[:num_shared] = as_page_ids(b"".join(passed))
+        if start + num_matched < end:
+            new = own[num_matched // self.page_size :]
+            self._pages.adopt(new)
+            node = self._tree.add_leaf(node, tokens[num_matched * TOKEN_BYTES :], new.tobytes(), self._clock)
+        self._protect(node, top)
+        lock.node = node
+        return Insert(table, end)
+
+    def flush(self) -> int:
+        """Drop every unlocked node and return the number of pages freed.
+
+        Prefixes locked by running requests stay, and stay matchable: `num_protected` says how many pages.
+        """
+        freed: list[bytes] = []
+        for root in list(self._tree.roots.values()):
+            locked: list[Node] = [root]
+            while locked:
+                node = locked.pop()
+                for child in list((node.children or {}).values()):
+                    if child.ref_count:
+                        locked.append(child)
+                    else:
+                        self._tree.detach(child)
+                        freed.extend(self._dismantle(child))
+            self._offer(root)
+        page_ids = as_page_ids(b"".join(freed))
+        self._pages.reclaim(page_ids)
+        return len(page_ids)
+
+    def check(self, private_pages: Iterable[int] = ()) -> None:
+        """Raise CacheInvariantError naming every broken invariant. O(size of cache).
+
+        private_pages: the pages that requests hold outside the tree; none when idle.
+        """
+        violations = find_violations(
+            self._pages,
+            self._tree,
+            self._queue,
+            num_protected=self._num_protected,
+            num_locks=self._num_locks,
+            private_pages=private_pages,
+        )
+        if violations:
+            raise CacheInvariantError(violations)
+
+    def _end_node(self, match: Match) -> Node:
+        """The node that ends where the match ends, split off if need be."""
+        node = match.node
+        if node is None:
+            return self._tree.root(match.namespace)
+        while node.parent is not None and node.parent.end >= match.num_tokens:  # split since the match
+            node = node.parent
+        if node.parent is None or node.end < match.num_tokens:
+            raise StaleMatchError("pages of this match have been evicted since: match again, then lock")
+        return node if node.end == match.num_tokens else self._tree.split(node, match.num_tokens)
+
+    def _protect(self, node: Node | None, top: Node | None) -> None:
+        """Add a lock to the nodes from `node` up to, not including, `top`."""
+        while node is not top:
+            assert node is not None, "the lock's node is not above the node to protect"
+            if not node.ref_count:
+                self._num_protected += node.num_pages
+                self._queue.discard(node)
+            node.ref_count += 1
+            node.uses += 1
+            node = node.parent
+
+    def _offer(self, node: Node) -> None:
+        """Queue `node` for eviction if it is an unlocked leaf now; forget it if it is an unlocked, empty root."""
+        if node.children is None and not node.ref_count:
+            if isinstance(node, Root):
+                self._tree.roots.pop(node.namespace, None)
+            else:
+                self._queue.add(node)
+
+    def _evict(self, num_pages: int) -> None:
+        """Free exactly `num_pages` pages, trimming the last leaf from its tail. The caller knows that so many exist."""
+        freed: list[bytes] = []
+        while num_pages > 0:
+            leaf = self._queue.first()
+            if leaf.num_pages > num_pages:
+                freed.append(self._tree.trim(leaf, num_pages))
+                break
+            self._queue.discard(leaf)
+            freed.append(leaf.pages)
+            num_pages -= leaf.num_pages
+            self._offer(self._tree.detach(leaf))
+        self._pages.reclaim(as_page_ids(b"".join(freed)))
+
+    def _dismantle(self, top: Node) -> list[bytes]:
+        """Take apart a detached subtree without locks; returns its pages. Unlinked nodes leave no cycles behind."""
+        freed: list[bytes] = []
+        for node in self._tree.subtree(top):
+            self._queue.discard(node)
+            freed.append(node.pages)
+            node.parent = node.children = None
+        return freed
+
+
+def as_page_ids(page_bytes: bytes) -> PageIds:
+    return np.frombuffer(page_bytes, np.int32)
+
+
+def as_token_bytes(token_ids: TokenIds) -> bytes:
+    """Token ids as the bytes of int32. ValueError for what is no integer or does not fit."""
+    ids = np.asarray(token_ids)
+    if ids.size and ids.dtype != np.int32:
+        fits = ids.dtype.kind in "iu" and int(ids.min()) >= -(2**31) and int(ids.max()) < 2**31
+        if not fits:
+            raise ValueError(f"token ids must be integers that fit int32, got dtype {ids.dtype}: check the tokenizer")
+    return ids.astype(np.int32, copy=False).tobytes()

@@ -1,0 +1,171 @@
+"""The radix tree: token prefixes -> page ids. Structure only; it neither locks nor evicts.
+
+Every edge holds a whole number of pages. Tokens and page ids are kept as ``bytes`` of int32, for three reasons:
+``bytes.startswith(edge, offset)`` compares a whole edge in one memcmp without a copy, dictionary keys compare
+exactly (a hash alone never decides), and the garbage collector does not look inside them.
+"""
+
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+
+TOKEN_BYTES = 4  # int32, token ids and page ids alike
+
+
+class Node:
+    """One edge of the tree and the node at its lower end.
+
+    It covers the tokens ``[start, end)`` of its path, where ``start`` is its parent's ``end``. All its pages were
+    last used at the same time: whoever uses a part of it splits it first.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "end",
+        "last_access",
+        "pages",
+        "parent",
+        "ref_count",
+        "ticket",
+        "tokens",
+        "uses",
+    )
+
+    def __init__(self, parent: "Node | None", tokens: bytes, pages: bytes, end: int, now: int) -> None:
+        self.parent = parent  # None: a root, or detached
+        self.children: dict[bytes, Node] | None = None  # filed under their first page of tokens; None for a leaf
+        self.tokens = tokens
+        self.pages = pages
+        self.end = end
+        self.ref_count = 0  # locks held on this node or below it
+        self.last_access = now
+        self.created = now
+        self.uses = 0  # how often it was locked, its insertion counted as the first time
+        self.ticket = 0  # its valid entry in the eviction queue; 0: none
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) // TOKEN_BYTES
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.tokens) // TOKEN_BYTES
+
+
+class Root(Node):
+    """The root of one namespace: no tokens, no pages."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable) -> None:
+        super().__init__(None, b"", b"", 0, 0)
+        self.namespace = namespace
+
+
+class RadixTree:
+    """A forest with one root for each namespace in use. All walks are loops: paths may be thousands of nodes deep."""
+
+    def __init__(self, page_size: int) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}")
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.roots: dict[Hashable, Root] = {}
+
+    def root(self, namespace: Hashable) -> Root:
+        """The root of `namespace`, made if there is none."""
+        if (root := self.roots.get(namespace)) is None:
+            root = self.roots[namespace] = Root(namespace)
+        return root
+
+    def walk(self, node: Node, tokens: bytes) -> tuple[Node, int, list[bytes]]:
+        """Follow `tokens` (those after `node`) downwards as far as whole pages agree.
+
+        Returns the last node reached, how many tokens agree, and the pages passed, one item a node. The walk may end
+        inside the node it returns: then that node's `end` lies beyond ``node.end + agreeing tokens``.
+        """
+        page_bytes = self.page_bytes
+        pos = 0
+        passed: list[bytes] = []
+        while node.children is not None:
+            child = node.children.get(tokens[pos : pos + page_bytes])
+            if child is None:
+                break
+            node = child
+            if tokens.startswith(node.tokens, pos):
+                passed.append(node.pages)
+                pos += len(node.tokens)
+            else:
+                num_pages = self._common_pages(node.tokens, tokens, pos)
+                passed.append(node.pages[: num_pages * TOKEN_BYTES])
+                pos += num_pages * page_bytes
+                break
+        return node, pos // TOKEN_BYTES, passed
+
+    def _common_pages(self, edge: bytes, tokens: bytes, pos: int) -> int:
+        """Whole pages shared by `edge` and ``tokens[pos:]``, which differ or of which the second is shorter."""
+        count = min(len(edge), len(tokens) - pos) // TOKEN_BYTES
+        ours = np.frombuffer(edge, np.int32, count)
+        theirs = np.frombuffer(tokens, np.int32, count, pos)
+        differs = ours != theirs
+        first = int(differs.argmax())
+        return (first if differs[first] else count) // self.page_size
+
+    def split(self, node: Node, end: int) -> Node:
+        """Cut `node` at token `end` and return the new upper part. `node` stays the lower part."""
+        # Locks are handles to the lower end of a node: keeping `node` there keeps them right.
+        parent = node.parent
+        assert parent is not None, "a root or a detached node cannot be split"
+        assert node.start < end < node.end, f"cannot cut [{node.start}, {node.end}) at {end}"
+        assert end % self.page_size == 0, f"{end} is not at the edge of a page"
+        cut = (end - node.start) // self.page_size
+        head, tail = node.tokens[: cut * self.page_bytes], node.tokens[cut * self.page_bytes :]
+        upper = Node(parent, head, node.pages[: cut * TOKEN_BYTES], end, node.last_access)
+        upper.created, upper.uses, upper.ref_count = node.created, node.uses, node.ref_count
+        self._file(parent, upper)
+        node.tokens, node.pages, node.parent = tail, node.pages[cut * TOKEN_BYTES :], upper
+        self._file(upper, node)
+        return upper
+
+    def add_leaf(self, parent: Node, tokens: bytes, pages: bytes, now: int) -> Node:
+        """Append a new leaf below `parent`, none of whose children starts with the same page."""
+        leaf = Node(parent, tokens, pages, parent.end + len(tokens) // TOKEN_BYTES, now)
+        self._file(parent, leaf)
+        return leaf
+
+    def trim(self, leaf: Node, num_pages: int) -> bytes:
+        """Cut the last `num_pages` pages, but not all, off a leaf, and return them."""
+        keep = leaf.num_pages - num_pages
+        assert leaf.children is None, "only a leaf can be trimmed"
+        assert keep > 0, f"{num_pages} pages are all the leaf has, or more"
+        gone = leaf.pages[keep * TOKEN_BYTES :]
+        leaf.pages = leaf.pages[: keep * TOKEN_BYTES]
+        leaf.tokens = leaf.tokens[: keep * self.page_bytes]
+        leaf.end -= num_pages * self.page_size
+        return gone
+
+    def detach(self, node: Node) -> Node:
+        """Cut `node`, with all below it, off its parent, and return the parent."""
+        parent = node.parent
+        assert parent is not None, "a root cannot be detached, nor a node twice"
+        assert parent.children is not None
+        del parent.children[node.tokens[: self.page_bytes]]
+        if not parent.children:
+            parent.children = None
+        node.parent = None
+        return parent
+
+    def subtree(self, top: Node) -> Iterator[Node]:
+        """`top` and all nodes below it, parents first. A node's children may be detached once it has been yielded."""
+        pending = [top]
+        while pending:
+            node = pending.pop()
+            if node.children is not None:
+                pending.extend(node.children.values())
+            yield node
+
+    def _file(self, parent: Node, child: Node) -> None:
+        if parent.children is None:
+            parent.children = {}
+        parent.children[child.tokens[: self.page_bytes]] = child

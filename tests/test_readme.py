@@ -1,0 +1,142 @@
+"""What README.md and docs/ promise exists: commands, options, extras, names, files and links."""
+
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PYTHONS = {"python", "python3", ".venv/bin/python"}
+PIPS = {"pip", ".venv/bin/pip"}
+FOREIGN = {"cd", "curl", "git"}  # commands of others, whose arguments are not ours to check
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """All fenced blocks of a language, as (file name, text)."""
+    return [
+        (document.name, text)
+        for document in DOCUMENTS
+        for found, text in FENCE.findall(document.read_text("utf-8"))
+        if found == language
+    ]
+
+
+def commands() -> list[list[str]]:
+    """The commands of all bash blocks, split into words, without comments and leading variables."""
+    lines = [line for _, text in blocks("bash") for line in text.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    without_variables = [[w for i, w in enumerate(c) if i or not re.match(r"[A-Z_]+=", w)] for c in words]
+    return [command for command in without_variables if command]
+
+
+def tracked_files() -> list[Path]:
+    """Every file that git has or would add, relative to the root."""
+    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    result = subprocess.run(git, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip("not a git checkout: cannot tell the project's files from others")
+    return [Path(line) for line in result.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+
+
+def check_make(arguments: list[str]) -> None:
+    targets = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    known = {name for names in targets for name in names.split()}
+    for argument in arguments:
+        assert "=" in argument or argument in known, f"make has no target {argument}"
+
+
+def check_pip(arguments: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for argument in arguments:
+        for extra in re.findall(r"(?:\.|jradix)\[(.*)\]", argument):
+            assert set(extra.split(",")) <= extras.keys(), f"pyproject.toml has no extra {extra}"
+
+
+def check_jradix(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subcommand answers --help, and its help names every option that the document uses."""
+    subcommand = arguments[:1] if arguments and not arguments[0].startswith("-") else []
+    monkeypatch.setattr(sys, "argv", ["jradix", *subcommand, "--help"])
+    with pytest.raises(SystemExit) as exit_info:
+        importlib.import_module("jradix.cli").main()
+    assert exit_info.value.code in (0, None), f"jradix {' '.join(subcommand)} --help fails"
+    known = set(re.findall(r"(?<![\w-])--?[\w-]+", capsys.readouterr().out))
+    used = {argument.partition("=")[0] for argument in arguments if re.match(r"--?[a-z]", argument)}
+    assert used <= known, f"jradix {' '.join(subcommand)} has no option {sorted(used - known)}"
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_in_the_documents_exists(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, *arguments = command
+    if program in PYTHONS and arguments[:2] == ["-m", "jradix"]:
+        program, arguments = "jradix", arguments[2:]
+    elif program in PYTHONS and arguments[:2] == ["-m", "pip"]:
+        program, arguments = "pip", arguments[2:]
+    if program == "make":
+        check_make(arguments)
+    elif program in PIPS:
+        check_pip(arguments)
+    elif program in {"jradix", ".venv/bin/jradix"}:
+        check_jradix(arguments, capsys, monkeypatch)
+    elif program in PYTHONS:
+        assert (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
+    elif "/" in program:
+        assert (ROOT / program).is_file(), f"no file {program}"
+    else:
+        assert program in FOREIGN, f"unknown program {program}"
+
+
+def test_the_two_first_commands_are_demo_and_test() -> None:
+    assert commands()[:2] == [["make", "demo"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("text", [text for _, text in blocks("python")])
+def test_every_python_example_parses_and_imports_public_names(text: str) -> None:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jradix":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert alias.name in module.__all__, f"{node.module} does not export {alias.name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=[str(document.relative_to(ROOT)) for document in DOCUMENTS])
+def test_every_local_link_resolves(document: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", document.read_text("utf-8"))):
+        if not re.match(r"https?://|mailto:|#", target):
+            assert (document.parent / target.partition("#")[0]).exists(), f"{document.name} links to {target}"
+
+
+def test_the_file_map_lists_exactly_what_exists() -> None:
+    """The map has a row for each entry of the top level (but dot files) and of jradix/."""
+    files = [path for path in tracked_files() if not path.parts[0].startswith(".")]
+    expected = {path.parts[0] + "/" * (len(path.parts) > 1) for path in files}
+    expected |= {f"jradix/{p.parts[1]}{'/' * (len(p.parts) > 2)}" for p in files if p.parts[0] == "jradix"}
+    section = (ROOT / "README.md").read_text("utf-8").partition("\n## Files\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| \[([^\]]+)\]", section, re.MULTILINE))
+    rows = "".join(f"\n| [{path}]({path.rstrip('/')}) | {first_sentence(path)} |" for path in sorted(expected - listed))
+    assert listed == expected, f"gone: {sorted(listed - expected)}; rows to add:{rows}"
+
+
+def first_sentence(path: str) -> str:
+    source = ROOT / path / "__init__.py" if path.endswith("/") else ROOT / path
+    return docstring(source).partition("\n\n")[0].partition(". ")[0].rstrip(".") if source.suffix == ".py" else "?"
+
+
+@pytest.mark.parametrize("path", [p for p in tracked_files() if p.suffix == ".py"], ids=str)
+def test_every_python_file_says_its_job(path: Path) -> None:
+    source = (ROOT / path).read_text("utf-8")
+    assert docstring(ROOT / path).strip() or not source.strip(), f"{path} has no docstring"

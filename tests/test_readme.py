@@ -4,9 +4,9 @@ import ast
 import importlib
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -38,13 +38,14 @@ def commands() -> list[list[str]]:
     return [command for command in without_variables if command]
 
 
-def tracked_files() -> list[Path]:
-    """Every file that git has or would add, relative to the root."""
-    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    result = subprocess.run(git, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip("not a git checkout: cannot tell the project's files from others")
-    return [Path(line) for line in result.stdout.splitlines() if (ROOT / line).exists()]
+def project_files() -> list[Path]:
+    """Every file that is neither hidden nor ignored by git, relative to the root."""
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines()]
+    files = []
+    for folder, folders, names in ROOT.walk():
+        folders[:] = [f for f in folders if not f.startswith(".") and not any(fnmatch(f, i) for i in ignored)]
+        files += [(folder / name).relative_to(ROOT) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def docstring(path: Path) -> str:
@@ -110,7 +111,7 @@ def test_every_python_example_parses_and_imports_public_names(text: str) -> None
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jradix":
             module = importlib.import_module(str(node.module))
             for alias in node.names:
-                assert alias.name in module.__all__, f"{node.module} does not export {alias.name}"
+                assert alias.name in getattr(module, "__all__", ()), f"{node.module} does not export {alias.name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[str(document.relative_to(ROOT)) for document in DOCUMENTS])
@@ -122,12 +123,14 @@ def test_every_local_link_resolves(document: Path) -> None:
 
 def test_the_file_map_lists_exactly_what_exists() -> None:
     """The map has a row for each entry of the top level (but dot files) and of jradix/."""
-    files = [path for path in tracked_files() if not path.parts[0].startswith(".")]
+    files = project_files()
     expected = {path.parts[0] + "/" * (len(path.parts) > 1) for path in files}
     expected |= {f"jradix/{p.parts[1]}{'/' * (len(p.parts) > 2)}" for p in files if p.parts[0] == "jradix"}
     section = (ROOT / "README.md").read_text("utf-8").partition("\n## Files\n")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"^\| \[([^\]]+)\]", section, re.MULTILINE))
-    rows = "".join(f"\n| [{path}]({path.rstrip('/')}) | {first_sentence(path)} |" for path in sorted(expected - listed))
+    listed = set(re.findall(r"^\| \[`([^`]+)`\]", section, re.MULTILINE))
+    rows = "".join(
+        f"\n| [`{path}`]({path.rstrip('/')}) | {first_sentence(path)} |" for path in sorted(expected - listed)
+    )
     assert listed == expected, f"gone: {sorted(listed - expected)}; rows to add:{rows}"
 
 
@@ -136,7 +139,7 @@ def first_sentence(path: str) -> str:
     return docstring(source).partition("\n\n")[0].partition(". ")[0].rstrip(".") if source.suffix == ".py" else "?"
 
 
-@pytest.mark.parametrize("path", [p for p in tracked_files() if p.suffix == ".py"], ids=str)
+@pytest.mark.parametrize("path", [p for p in project_files() if p.suffix == ".py"], ids=str)
 def test_every_python_file_says_its_job(path: Path) -> None:
     source = (ROOT / path).read_text("utf-8")
     assert docstring(ROOT / path).strip() or not source.strip(), f"{path} has no docstring"

@@ -137,7 +137,8 @@ class PrefixCache:
                 self._num_protected -= node.num_pages
             # Recency is brought up to date here, once for all inserts under this lock: while it was held it did not
             # matter, and to touch the whole path in each insert would make a chunked prefill quadratic.
-            node.last_access = max(node.last_access, lock.time)
+            if node.last_access < lock.time:  # noqa: PLR1730 - max() would double the loop's time
+                node.last_access = lock.time
             node = node.parent
         self._offer(end)
 

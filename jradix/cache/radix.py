@@ -93,11 +93,13 @@ class RadixTree:
             if child is None:
                 break
             node = child
-            if tokens.startswith(node.tokens, pos):
+            edge = node.tokens
+            # The dictionary has compared the first page; only longer edges need another look.
+            if len(edge) == page_bytes or tokens.startswith(edge, pos):
                 passed.append(node.pages)
-                pos += len(node.tokens)
+                pos += len(edge)
             else:
-                num_pages = self._common_pages(node.tokens, tokens, pos)
+                num_pages = self._common_pages(edge, tokens, pos)
                 passed.append(node.pages[: num_pages * TOKEN_BYTES])
                 pos += num_pages * page_bytes
                 break

@@ -1,0 +1,286 @@
+"""Random operations against a model that knows nothing of trees: a dictionary of prefixes with page-level LRU.
+
+The model predicts every match, every page id that is shared, and every eviction, page by page; `check()` runs after
+each operation. JRADIX_RANDOM_OPERATIONS sets the length of the seeded run.
+"""
+
+import os
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jradix.cache import Lock, PrefixCache
+
+NUM_OPERATIONS = int(os.environ.get("JRADIX_RANDOM_OPERATIONS", "4000"))
+Prefix = tuple[Hashable, tuple[int, ...]]  # namespace and tokens, whole pages
+
+
+@dataclass
+class CachedPage:
+    """What the model knows of the last page of one prefix."""
+
+    page: int
+    last_used: int
+    num_locks: int = 0
+
+
+@dataclass
+class ModelLock:
+    num_pages: int
+    last_used: int
+
+
+class PageModel:
+    """Exact page-level LRU by search: evicts the unlocked page without a successor that was used longest ago."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages: dict[Prefix, CachedPage] = {}
+        self.now = 0
+
+    def prefix(self, namespace: Hashable, tokens: list[int], num_pages: int) -> Prefix:
+        return namespace, tuple(tokens[: num_pages * self.page_size])
+
+    def path(self, namespace: Hashable, tokens: list[int], num_pages: int) -> list[CachedPage]:
+        return [self.pages[self.prefix(namespace, tokens, i)] for i in range(1, num_pages + 1)]
+
+    def match(self, namespace: Hashable, tokens: list[int]) -> list[int]:
+        """The pages of the longest cached prefix."""
+        found: list[int] = []
+        while (len(found) + 1) * self.page_size <= len(tokens):
+            cached = self.pages.get(self.prefix(namespace, tokens, len(found) + 1))
+            if cached is None:
+                break
+            found.append(cached.page)
+        return found
+
+    def lock(self, namespace: Hashable, tokens: list[int], num_pages: int) -> ModelLock:
+        self.now += 1
+        for cached in self.path(namespace, tokens, num_pages):
+            cached.num_locks += 1
+        return ModelLock(num_pages, self.now)
+
+    def unlock(self, namespace: Hashable, tokens: list[int], lock: ModelLock) -> None:
+        for cached in self.path(namespace, tokens, lock.num_pages):
+            cached.num_locks -= 1
+            cached.last_used = max(cached.last_used, lock.last_used)
+
+    def insert(self, namespace: Hashable, tokens: list[int], table: list[int], lock: ModelLock) -> None:
+        """Rewrites `table` in place."""
+        num_pages = len(tokens) // self.page_size
+        if num_pages <= lock.num_pages:
+            return
+        self.now += 1
+        lock.last_used = self.now
+        for i in range(lock.num_pages, num_pages):
+            cached = self.pages.setdefault(self.prefix(namespace, tokens, i + 1), CachedPage(table[i], self.now))
+            cached.num_locks += 1
+            table[i] = cached.page
+        lock.num_pages = num_pages
+
+    def num_evictable(self) -> int:
+        return sum(not cached.num_locks for cached in self.pages.values())
+
+    def evict(self, num_pages: int) -> None:
+        for _ in range(num_pages):
+            inner = {(namespace, tokens[: -self.page_size]) for namespace, tokens in self.pages}
+            ends = [prefix for prefix, cached in self.pages.items() if not cached.num_locks and prefix not in inner]
+            del self.pages[min(ends, key=lambda prefix: self.pages[prefix].last_used)]
+
+    def flush(self) -> int:
+        gone = [prefix for prefix, cached in self.pages.items() if not cached.num_locks]
+        for prefix in gone:
+            del self.pages[prefix]
+        return len(gone)
+
+
+@dataclass
+class Request:
+    namespace: Hashable
+    tokens: list[int]
+    lock: Lock
+    model_lock: ModelLock
+    table: list[int]
+    num_computed: int = field(default=0)
+
+
+class Pair:
+    """The cache and the model, driven side by side and compared after every operation."""
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        self.cache = PrefixCache(num_pages, page_size)
+        self.model = PageModel(page_size)
+        self.running: list[Request] = []
+
+    def start(self, namespace: Hashable, tokens: list[int], max_new: int) -> bool:
+        cache, model = self.cache, self.model
+        match = cache.match(tokens[:-1], namespace)
+        assert match.pages.tolist() == model.match(namespace, tokens[:-1])
+        assert match.num_tokens == len(match.pages) * cache.page_size
+        lock = cache.lock(match)
+        model_lock = model.lock(namespace, tokens, len(match.pages))
+        need = -(-(len(tokens) + max_new) // cache.page_size) - len(match.pages)
+        num_free, room = cache.num_free, cache.num_free + model.num_evictable()
+        new = cache.allocate(need)
+        assert (new is None) == (need > room)
+        if new is None:
+            assert cache.num_free == num_free
+            cache.unlock(lock)
+            model.unlock(namespace, tokens, model_lock)
+        else:
+            model.evict(max(0, need - num_free))
+            table = [*match.pages.tolist(), *new.tolist()]
+            self.running.append(Request(namespace, tokens, lock, model_lock, table, match.num_tokens))
+        self.compare()
+        return new is not None
+
+    def compute(self, index: int, num_tokens: int) -> None:
+        """A chunk of prefill: its whole pages enter the tree."""
+        request = self.running[index % len(self.running)]
+        request.num_computed = min(request.num_computed + num_tokens, len(request.tokens))
+        self.insert(request)
+        self.compare()
+
+    def generate(self, index: int, token: int) -> None:
+        """One token of output, if the prompt is computed and the table has room for it."""
+        request = self.running[index % len(self.running)]
+        room = len(request.table) * self.cache.page_size
+        if request.num_computed == len(request.tokens) < room:
+            request.tokens.append(token)
+            request.num_computed += 1
+
+    def insert(self, request: Request) -> None:
+        computed = request.tokens[: request.num_computed]
+        done = self.cache.insert(computed, request.table, request.lock, request.namespace)
+        self.model.insert(request.namespace, computed, request.table, request.model_lock)
+        assert done.pages.tolist() == request.table
+        assert done.num_tokens == request.model_lock.num_pages * self.cache.page_size == request.lock.num_tokens
+
+    def stop(self, index: int, *, insert: bool) -> None:
+        """The end of a request: finished (what is computed enters the tree) or aborted."""
+        request = self.running.pop(index % len(self.running))
+        if insert:
+            self.insert(request)
+        self.cache.free(request.table[request.model_lock.num_pages :])
+        self.cache.unlock(request.lock)
+        self.model.unlock(request.namespace, request.tokens, request.model_lock)
+        self.compare()
+
+    def flush(self) -> None:
+        assert self.cache.flush() == self.model.flush()
+        self.compare()
+
+    def compare(self) -> None:
+        private = [page for request in self.running for page in request.table[request.model_lock.num_pages :]]
+        self.cache.check(private)
+        assert self.cache.num_evictable == self.model.num_evictable()
+        assert self.cache.num_protected == len(self.model.pages) - self.model.num_evictable()
+        assert self.cache.num_private == len(private)
+
+    def finish_all(self) -> None:
+        while self.running:
+            self.stop(0, insert=True)
+        assert self.cache.num_free + self.cache.num_evictable == self.cache.num_total
+        for namespace, tokens in list(self.model.pages):
+            assert self.cache.match(list(tokens), namespace).pages.tolist() == self.model.match(namespace, list(tokens))
+
+
+def make_prompt(page_size: int, variants: Sequence[int], tail_len: int) -> list[int]:
+    """Pages that differ nowhere (0), at their last token (1) or at their first (2), and a tail shorter than a page."""
+    tokens: list[int] = []
+    for variant in variants:
+        page = [7] * page_size
+        if variant:
+            page[-1 if variant == 1 else 0] = 7 + variant
+        tokens += page
+    return tokens + [7] * (tail_len % page_size) or [7]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Hypothesis chooses the operations, and shrinks a failure to the fewest."""
+
+    pair: Pair
+
+    @initialize(page_size=st.sampled_from([1, 3, 16, 64]), num_pages=st.integers(2, 24))
+    def make(self, page_size: int, num_pages: int) -> None:
+        self.pair = Pair(page_size, num_pages)
+
+    @rule(
+        namespace=st.sampled_from([None, "a", ("a",)]),
+        variants=st.lists(st.integers(0, 2), max_size=8),
+        tail_len=st.integers(0, 63),
+        max_new=st.integers(0, 3),
+    )
+    def start(self, namespace: Hashable, variants: list[int], tail_len: int, max_new: int) -> None:
+        self.pair.start(namespace, make_prompt(self.pair.cache.page_size, variants, tail_len), max_new)
+
+    @precondition(lambda self: self.pair.running)
+    @rule(index=st.integers(0, 9), num_tokens=st.integers(1, 200))
+    def compute(self, index: int, num_tokens: int) -> None:
+        self.pair.compute(index, num_tokens)
+
+    @precondition(lambda self: self.pair.running)
+    @rule(index=st.integers(0, 9), token=st.integers(7, 9))
+    def generate(self, index: int, token: int) -> None:
+        self.pair.generate(index, token)
+
+    @precondition(lambda self: self.pair.running)
+    @rule(index=st.integers(0, 9), insert=st.booleans())
+    def stop(self, index: int, insert: bool) -> None:
+        self.pair.stop(index, insert=insert)
+
+    @rule()
+    def flush(self) -> None:
+        self.pair.flush()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.finish_all()
+
+
+TestCacheAgainstModel = CacheMachine.TestCase
+TestCacheAgainstModel.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_a_long_random_run_agrees_with_the_model(page_size: int) -> None:
+    rng = random.Random(page_size)
+    pair = Pair(page_size, 24)
+    for step in range(NUM_OPERATIONS // 4):
+        if step % 2_000 == 1_999:  # now and then another pool, from tiny to roomy
+            pair.finish_all()
+            pair = Pair(page_size, rng.choice([2, 5, 12, 24, 60]))
+        kind = rng.random()
+        if kind < 0.4 or not pair.running:
+            variants = rng.choices((0, 1, 2), (5, 1, 1), k=rng.randrange(9))
+            prompt = make_prompt(page_size, variants, rng.randrange(page_size))
+            pair.start(rng.choice([None, None, "a", ("a",)]), prompt, rng.randrange(3))
+        elif kind < 0.6:
+            pair.compute(rng.randrange(99), rng.randrange(1, 4 * page_size))
+        elif kind < 0.7:
+            pair.generate(rng.randrange(99), rng.randrange(7, 10))
+        elif kind < 0.995:
+            pair.stop(rng.randrange(99), insert=rng.random() < 0.8)
+        else:
+            pair.flush()
+    pair.finish_all()
+
+
+def test_the_model_itself_evicts_the_oldest_page_that_ends_a_prefix() -> None:
+    model = PageModel(1)
+    for tokens, pages in (([1, 2, 3], [1, 2, 3]), ([1, 9], [1, 4])):
+        lock = model.lock(None, tokens, 0)
+        model.insert(None, tokens, list(pages), lock)
+        model.unlock(None, tokens, lock)
+    model.evict(2)
+    assert model.match(None, [1, 2, 3]) == [1]
+    assert model.match(None, [1, 9]) == [1, 4]
+    assert np.all(np.array([cached.num_locks for cached in model.pages.values()]) == 0)

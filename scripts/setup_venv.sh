@@ -51,7 +51,12 @@ is_current() {
     cat "requirements/$1.txt" pyproject.toml 2>/dev/null | cmp -s - ".venv/installed-$1"
 }
 
-if is_usable .venv/bin/python; then
+# The scripts in .venv/bin name its absolute path: after the repository has moved, they run nothing.
+is_in_place() {
+    is_usable .venv/bin/python && grep -qF "$(pwd -P)/.venv/" .venv/bin/pip 2>/dev/null
+}
+
+if is_in_place; then
     if is_current "$lock" || { [ "$lock" = demo ] && is_current dev; }; then
         exit 0
     fi

@@ -1,0 +1,27 @@
+"""The KV pool on the device: how many pages fit, and the one array that holds them."""
+
+import jax
+import jax.numpy as jnp
+
+from jradix.pallas.layout import KVLayout
+
+
+def pages_that_fit(page_bytes: int, budget_bytes: int, at_most: int) -> int:
+    """Usable pages of a pool within `budget_bytes`, the null page paid for.
+
+    Raises:
+        ValueError: not even one page fits.
+    """
+    pages = budget_bytes // page_bytes - 1
+    if pages < 1:
+        raise ValueError(
+            f"the KV pool needs at least {2 * page_bytes} bytes (the null page and one of {page_bytes} bytes), "
+            f"{max(0, budget_bytes)} are available: raise mem_fraction_static, set max_total_tokens, or use a smaller "
+            "page_size or model"
+        )
+    return min(pages, at_most)
+
+
+def allocate_pool(layout: KVLayout, dtype: jnp.dtype) -> jax.Array:
+    """The pool, all zeros. Every step donates it and gets it back; nobody else may keep a reference."""
+    return jnp.zeros(layout.shape, dtype)

@@ -1,0 +1,185 @@
+"""What an engine is told when it starts: every default, every limit, and the bucket shapes that follow from them."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
+
+SchedulePolicy = Literal["fcfs"]
+LoadFormat = Literal["auto", "dummy"]
+DType = Literal["auto", "bfloat16", "float32"]
+LayerLoop = Literal["auto", "scan", "unroll"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run one model. Names follow SGLang where the thing is the same; `docs/configuration.md` explains each.
+
+    Attributes:
+        model_path: a Hugging Face directory, a hub id (`org/name`) or a GGUF file.
+        load_format: "auto" reads the weights; "dummy" draws random ones of the same shapes, for benchmarks.
+        skip_tokenizer_init: token ids in, token ids out; no text.
+        dtype: of weights and KV pool. "auto" is bfloat16.
+        context_length: the most positions of a request, prompt and output together. None: what the model allows.
+        page_size: tokens a page holds.
+        max_total_tokens: tokens the KV pool holds, rounded down to pages. None: sized from memory.
+        mem_fraction_static: share of the device's memory for weights and pool. None: 0.85 on an accelerator, and on
+            CPU, whose memory everything else shares, 0.1 of what is free after the weights are loaded.
+        max_running_requests: the most requests that decode at once.
+        chunked_prefill_size: the most prompt tokens of one step; longer prompts are computed in chunks.
+        schedule_policy: which waiting request goes first.
+        radix_eviction_policy: which cached pages are given up first.
+        disable_radix_cache: never reuse KV between requests.
+        tp_size: devices that share each layer.
+        random_seed: of requests that set no seed, and of dummy weights.
+        layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" asks the backend.
+        warmup: compile every bucket before the first request, instead of each when it is first needed.
+        strict_compile: raise if anything has to be compiled after the warm-up.
+        compilation_cache_dir: where compiled steps are kept between runs. None: jax's own setting.
+    """
+
+    model_path: str
+    load_format: LoadFormat = "auto"
+    skip_tokenizer_init: bool = False
+    dtype: DType = "auto"
+    context_length: int | None = None
+    page_size: int = 16
+    max_total_tokens: int | None = None
+    mem_fraction_static: float | None = None
+    max_running_requests: int = 64
+    chunked_prefill_size: int = 512
+    schedule_policy: SchedulePolicy = "fcfs"
+    radix_eviction_policy: str = "lru"
+    disable_radix_cache: bool = False
+    tp_size: int = 1
+    random_seed: int = 0
+    layer_loop: LayerLoop = "auto"
+    warmup: bool = False
+    strict_compile: bool = False
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if get_origin(field.type) is Literal:
+                _require(getattr(self, field.name) in get_args(field.type), self, field.name, f"one of {field.type}")
+        for name, limit in (
+            ("page_size", 1),
+            ("max_running_requests", 1),
+            ("chunked_prefill_size", 1),
+            ("tp_size", 1),
+            ("random_seed", 0),
+        ):
+            _require(_is_int(getattr(self, name), limit), self, name, f"an integer of at least {limit}")
+        for name, limit in (("context_length", 2), ("max_total_tokens", self.page_size)):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value, limit), self, name, f"None or an integer of at least {limit}")
+        fraction = self.mem_fraction_static
+        _require(fraction is None or 0 < fraction < 1, self, "mem_fraction_static", "None or between 0 and 1")
+        _require(self.tp_size == 1, self, "tp_size", "1: this version runs on one device")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        """The configuration with these fields. ValueError names a field that does not exist."""
+        known = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(f"unknown engine option {name!r}; valid ones are {', '.join(known)}")
+        if "model_path" not in kwargs:
+            raise ValueError("model_path is missing: name a Hugging Face directory, a hub id or a GGUF file")
+        return cls(**kwargs)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """One bucket: the static shape of a step program.
+
+    A step's tokens are `decode_rows` rows of one token, then `extend_tokens` tokens of `extend_rows` rows.
+    """
+
+    decode_rows: int
+    extend_tokens: int
+    extend_rows: int
+    max_pages: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_rows + self.extend_tokens
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + self.extend_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Which shapes are compiled; each list ascends and its last entry is the limit.
+
+    Few, because each is a compilation, and close, because padding is computed too. Decode steps take any of
+    `decode_rows`; steps with prompt tokens take one of `mixed_decode_rows` beside them.
+    """
+
+    decode_rows: tuple[int, ...]
+    mixed_decode_rows: tuple[int, ...]
+    extend_tokens: tuple[int, ...]
+    extend_rows: tuple[int, ...]
+    max_pages: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: EngineConfig, context_length: int) -> "Buckets":
+        rows, chunk = config.max_running_requests, config.chunked_prefill_size
+        return cls(
+            decode_rows=_geometric(1, rows, 2),
+            mixed_decode_rows=(0, *_geometric(max(1, rows // 4), rows, 4)),
+            extend_tokens=tuple(sorted({*_geometric(min(32, chunk), chunk, 4), max(1, chunk // 2)})),
+            extend_rows=tuple(sorted({1, min(16, rows, chunk)})),
+            max_pages=_geometric(128, math.ceil(context_length / config.page_size), 8),
+        )
+
+    def decode_shape(self, rows: int, pages: int) -> StepShape:
+        return StepShape(_at_least(self.decode_rows, rows), 0, 0, _at_least(self.max_pages, pages))
+
+    def extend_shape(self, decode_rows: int, tokens: int, rows: int, pages: int) -> StepShape:
+        return StepShape(
+            _at_least(self.mixed_decode_rows, decode_rows),
+            _at_least(self.extend_tokens, tokens),
+            _at_least(self.extend_rows, rows),
+            _at_least(self.max_pages, pages),
+        )
+
+    def shapes(self) -> list[StepShape]:
+        """Every shape that `decode_shape` and `extend_shape` can return."""
+        decode = [StepShape(rows, 0, 0, pages) for rows in self.decode_rows for pages in self.max_pages]
+        extend = [
+            StepShape(decode_rows, tokens, rows, pages)
+            for decode_rows in self.mixed_decode_rows
+            for tokens in self.extend_tokens
+            for rows in self.extend_rows
+            for pages in self.max_pages
+            if rows <= tokens
+        ]
+        return decode + extend
+
+
+def _geometric(first: int, last: int, ratio: int) -> tuple[int, ...]:
+    """`last`, and the powers of `ratio` times `first` below it."""
+    values = [last]
+    value = first
+    while value < last:
+        values.append(value)
+        value *= ratio
+    return tuple(sorted(set(values)))
+
+
+def _at_least(bucket: tuple[int, ...], need: int) -> int:
+    for size in bucket:
+        if size >= need:
+            return size
+    raise AssertionError(f"a step needs {need}, above the largest bucket {bucket[-1]}")
+
+
+def _is_int(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _require(condition: bool, config: EngineConfig, name: str, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {expected}, got {getattr(config, name)!r}")

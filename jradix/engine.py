@@ -1,0 +1,254 @@
+"""The loop: plan a step, launch it, collect the one before; and `generate` on top of it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from jradix import startup
+from jradix.batch import build_arrays, build_sampling, row_indices, step_shape
+from jradix.cache.prefix_cache import PrefixCache
+from jradix.config import EngineConfig, StepShape
+from jradix.output import Output
+from jradix.request import FinishReason, Request, RequestState
+from jradix.runner import LaunchedStep
+from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
+from jradix.submission import Params, Submission, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    shape: StepShape
+    launched: LaunchedStep
+
+
+class Engine:
+    """Runs a model on one device, sharing the KV of common prefixes between all requests it has ever seen.
+
+    One step is always in flight: while the device computes it, the host plans and launches the next. Methods may be
+    called from several threads; each `generate` drives the loop, for everybody's requests, until its own are done.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+        """Load a model. Give an `EngineConfig`, or its fields as keywords.
+
+        Raises:
+            ValueError: an option or the model's files are wrong; the message names which.
+        """
+        if config is not None and options:
+            raise ValueError("give either an EngineConfig or keyword options, not both")
+        self.config = config or EngineConfig.from_kwargs(**options)
+        parts = startup.build(self.config)
+        self.tokenizer, self.runner, self.model_config = parts.tokenizer, parts.runner, parts.model_config
+        self.context_length = parts.context_length
+        self._layout, self._buckets = parts.layout, parts.buckets
+        self.cache = PrefixCache(
+            self._layout.num_pages - 1,
+            self.config.page_size,
+            eviction_policy=self.config.radix_eviction_policy,
+            enabled=not self.config.disable_radix_cache,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_running_requests=self.config.max_running_requests,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            max_extend_rows=self._buckets.extend_rows[-1],
+            context_length=self.context_length,
+        )
+        self._submission = Submission(
+            self.tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            context_length=self.context_length,
+            eos_ids=parts.eos_ids,
+            random_seed=self.config.random_seed,
+        )
+        self._in_flight: deque[_InFlight] = deque()
+        self._outputs: dict[str, Output] = {}  # of live requests
+        self._lock = threading.RLock()
+        if self.config.warmup:
+            self.warm_up()
+
+    def warm_up(self) -> float:
+        """Compile every bucket, with a progress bar; returns the seconds it took."""
+        return self.runner.warm_up(lambda shapes: tqdm(shapes, desc="compiling", unit="program"))
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        input_ids: TokenIds | Sequence[TokenIds] | None = None,
+        *,
+        stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        cache_salt: Hashable | None = None,
+    ) -> Any:
+        """Generate from a prompt or from many at once.
+
+        Args:
+            prompt: text, or a list of texts.
+            sampling_params: one for all prompts or a list with one for each; a dict of fields will do.
+            input_ids: token ids instead of `prompt`, or a list of such.
+            stream: yield results as they grow instead of returning the last.
+            rid: the requests' ids, unique among those alive; made up if None.
+            cache_salt: requests share KV only with those of equal salt.
+
+        Returns:
+            A dict for a single prompt, a list of dicts in the order of the prompts for many: `text`, `output_ids`,
+            and `meta_info` with `id`, `prompt_tokens`, `completion_tokens`, `cached_tokens`, `finish_reason`,
+            `e2e_latency` and `time_to_first_token` (seconds). With `stream`, an iterator over such dicts, each with
+            all the text so far and, for many prompts, `index`; a dict comes whenever a request has new tokens.
+
+        Raises:
+            ValueError: an argument is wrong. Then none of the prompts was run.
+        """
+        outputs, single = self._submit(prompt, input_ids, sampling_params, rid, cache_salt)
+        if stream:
+            return self._stream(outputs, single)
+        self._run(outputs)
+        results = [output.as_dict() for output in outputs]
+        return results[0] if single else results
+
+    def abort_request(self, rid: str) -> bool:
+        """End a live request; its result has finish reason "abort". False if no such request is alive."""
+        with self._lock:
+            output = self._outputs.get(rid)
+            if output is None:
+                return False
+            self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
+            return True
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no running request holds; returns the number of pages freed."""
+        with self._lock:
+            return self.cache.flush()
+
+    def check_idle(self) -> None:
+        """Raise unless nothing runs and every page is free or evictable: what must hold between requests."""
+        with self._lock:
+            self._collect_all()
+            self.cache.check()
+            unaccounted = self.cache.num_total - self.cache.num_free - self.cache.num_evictable
+            assert not self.scheduler.has_work and not self._outputs, "requests are still alive"
+            assert not unaccounted, f"{unaccounted} pages are neither free nor evictable"
+
+    def step(self) -> None:
+        """One turn of the loop: launch the next step if there is one, then collect the one before it.
+
+        If the device fails, every request alive ends with finish reason "abort", the cache starts afresh, and the
+        error goes to the caller.
+        """
+        with self._lock:
+            try:
+                plan = self._plan()
+                if plan is not None:
+                    self._launch(plan)
+                if self._in_flight and (plan is None or len(self._in_flight) > 1):
+                    self._collect()
+            except Exception as error:
+                self._recover(error)
+                raise
+
+    def _submit(
+        self,
+        prompt: str | Sequence[str] | None,
+        input_ids: TokenIds | Sequence[TokenIds] | None,
+        sampling_params: Params | Sequence[Params] | None,
+        rid: str | Sequence[str] | None,
+        cache_salt: Hashable | None,
+    ) -> tuple[list[Output], bool]:
+        requests, single = self._submission.requests(prompt, input_ids, sampling_params, rid, cache_salt)
+        with self._lock:
+            for request in requests:
+                if request.id in self._outputs:
+                    raise ValueError(f"rid {request.id!r} belongs to a request that is still running: choose another")
+                self.scheduler.validate(request)
+            outputs = [Output(request, self.tokenizer) for request in requests]
+            for output in outputs:
+                self._outputs[output.request.id] = output
+                self.scheduler.add(output.request)
+                if output.request.max_new_tokens == 0:
+                    self._finish(output.request, FinishReason("length", length=0))
+        return outputs, single
+
+    def _run(self, outputs: list[Output]) -> None:
+        """Drive the loop until the outputs are finished; abort them if the caller is interrupted."""
+        unfinished = list(outputs)
+        try:
+            while unfinished:
+                if unfinished[-1].finished:
+                    unfinished.pop()
+                else:
+                    self.step()
+        finally:
+            self._abandon(unfinished)
+
+    def _stream(self, outputs: list[Output], single: bool) -> Iterator[dict[str, Any]]:
+        """Drive the loop, yielding each output when it has grown; abort them if the caller stops iterating."""
+        unfinished = dict(enumerate(outputs))
+        reported = dict.fromkeys(unfinished, 0)
+        try:
+            while unfinished:
+                for index, output in list(unfinished.items()):
+                    if output.finished or len(output.request.output_ids) > reported[index]:
+                        reported[index] = len(output.request.output_ids)
+                        if output.finished:
+                            del unfinished[index]
+                        yield output.as_dict() if single else {**output.as_dict(), "index": index}
+                if unfinished:
+                    self.step()
+        finally:
+            self._abandon(unfinished.values())
+
+    def _abandon(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            self.abort_request(output.request.id)
+
+    def _plan(self) -> StepPlan | None:
+        try:
+            return self.scheduler.plan(in_flight=bool(self._in_flight))
+        except ResultsNeededError:
+            self._collect_all()
+            return self.scheduler.plan(in_flight=False)
+
+    def _launch(self, plan: StepPlan) -> None:
+        shape = step_shape(plan, self._buckets)
+        arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self._layout.num_pages)
+        launched = self.runner.launch(shape, arrays, build_sampling(plan, shape))
+        self._in_flight.append(_InFlight(plan, shape, launched))
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take the oldest step's tokens and end the requests that they complete."""
+        step = self._in_flight.popleft()
+        tokens = self.runner.collect(step.launched).tolist()
+        now = time.perf_counter()
+        for index, row in zip(row_indices(step.plan, step.shape), step.plan.rows, strict=True):
+            request = row.request
+            if not row.samples or request.state is RequestState.FINISHED:
+                continue  # it ended while this step was in flight: the token is one too many
+            if request.first_token_time is None:
+                request.first_token_time = now
+            reason = self._outputs[request.id].append(tokens[index])
+            if reason is not None:
+                self._finish(request, reason)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        request.finish_time = time.perf_counter()
+        self._outputs.pop(request.id).finish()
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step nothing on the device can be trusted: drop it all, and let no caller wait for ever."""
+        self._in_flight.clear()
+        for output in list(self._outputs.values()):
+            self._finish(output.request, FinishReason("abort", message=f"the step failed: {error}"))
+        self.cache.flush()
+        self.runner.reset()

@@ -1,0 +1,32 @@
+"""The device and what follows from its kind: defaults that differ between CPU, GPU and TPU stand here alone."""
+
+import os
+from typing import Literal
+
+import jax
+
+CPU_POOL_FRACTION = 0.1  # of free host memory, which every other program shares
+ACCELERATOR_FRACTION = 0.85  # of the device, for weights and pool; the rest is for the step's temporaries
+
+
+def default_layer_loop() -> Literal["scan", "unroll"]:
+    """How to loop over layers: a scanned layer compiles fast, but GPU and CPU copy its weights out of the stack."""
+    return "scan" if jax.default_backend() == "tpu" else "unroll"
+
+
+def pool_budget_bytes(mem_fraction_static: float | None) -> int:
+    """Bytes that the KV pool may take, now that the weights are on the device."""
+    device = jax.devices()[0]
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        return int((mem_fraction_static or CPU_POOL_FRACTION) * _free_host_bytes())
+    return int(stats["bytes_limit"] * (mem_fraction_static or ACCELERATOR_FRACTION)) - stats["bytes_in_use"]
+
+
+def device_description() -> str:
+    device = jax.devices()[0]
+    return f"{device.platform} ({device.device_kind})"
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

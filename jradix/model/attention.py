@@ -1,0 +1,78 @@
+"""One layer's attention: store the new keys and values in the pool, then attend over the pages of each row."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jradix.pallas import ops
+from jradix.pallas.layout import page_size_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Which pages each token of a step reads and writes; the same for every layer.
+
+    The step's tokens are `decode_rows` rows with one new token each, then the extend rows' tokens back to back.
+    Rows stand in the same order. Either part may be empty.
+
+    Attributes:
+        positions: int32 `[tokens]`, each token's position in its sequence.
+        write_pages: int32 `[tokens]`, page id that takes the token; 0, the null page, for padding.
+        page_table: int32 `[rows, max_pages]`, page ids of each row.
+        seq_lens: int32 `[rows]`, positions a row holds once this step's tokens are written; 0 for padding rows.
+        query_starts: int32 `[extend_rows + 1]`, extend row `r` owns tokens `[query_starts[r], query_starts[r + 1])`,
+            counted from the first extend token.
+        pages_per_layer: pages of one layer in the pool, the null page included.
+    """
+
+    positions: jax.Array
+    write_pages: jax.Array
+    page_table: jax.Array
+    seq_lens: jax.Array
+    query_starts: jax.Array
+    pages_per_layer: int = field(metadata={"static": True})
+
+    @property
+    def extend_rows(self) -> int:
+        return self.query_starts.shape[0] - 1
+
+    @property
+    def decode_rows(self) -> int:
+        return self.page_table.shape[0] - self.extend_rows
+
+
+def paged_attention(
+    pool: jax.Array,
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    inputs: AttentionInputs,
+    layer: jax.Array | int,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with `q` `[tokens, q_heads, head_dim]` after writing `keys` and `values` `[tokens, kv_heads, head_dim]`.
+
+    Returns:
+        `[tokens, q_heads, head_dim]` and the updated pool (the argument is donated by the enclosing step).
+    """
+    first_page = layer * inputs.pages_per_layer
+    pool = ops.write_kv(pool, keys, values, inputs.write_pages + first_page, inputs.positions % page_size_of(pool))
+    page_table = inputs.page_table + first_page
+    split = inputs.decode_rows
+    kinds = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    parts = []
+    if split:
+        parts.append(ops.decode_attention(q[:split], pool, page_table[:split], inputs.seq_lens[:split], **kinds))
+    if inputs.extend_rows:
+        parts.append(
+            ops.extend_attention(
+                q[split:], pool, page_table[split:], inputs.seq_lens[split:], inputs.query_starts, **kinds
+            )
+        )
+    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), pool

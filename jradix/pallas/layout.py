@@ -1,0 +1,69 @@
+"""Where one token's keys and values lie inside the KV pool: the only file that knows the order of a page's axes.
+
+The pool is one flat array over the pages of all layers, `[layers * pages, kv_heads, 2, page_size, head_dim]`; layer
+`l`'s copy of page `p` is row `l * pages + p`, so nothing below the model knows of layers. Keys (index 0) and values
+(index 1) of one head lie side by side: one copy brings both, and each is a dense `[page_size, head_dim]` tile.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+KEY, VALUE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The static shape of a KV pool. `num_pages` counts the null page 0, which is never handed out."""
+
+    layers: int
+    num_pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return (self.layers * self.num_pages, self.kv_heads, 2, self.page_size, self.head_dim)
+
+    def page_bytes(self, itemsize: int) -> int:
+        """Bytes of one page over all layers."""
+        return self.layers * self.kv_heads * 2 * self.page_size * self.head_dim * itemsize
+
+
+def page_size_of(pool: jax.Array) -> int:
+    return pool.shape[3]
+
+
+def kv_heads_of(pool: jax.Array) -> int:
+    return pool.shape[1]
+
+
+def write_tokens(
+    pool: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, offsets: jax.Array
+) -> jax.Array:
+    """The pool with one token's keys and values (`[tokens, kv_heads, head_dim]`) at each `(page, offset)`.
+
+    Writes to a page id outside the pool are dropped. Jitted with the pool donated, this updates it in place.
+    """
+    both = jnp.stack([keys, values], axis=2).astype(pool.dtype)  # [tokens, kv_heads, 2, head_dim]
+    return pool.at[pages, :, :, offsets].set(both, mode="drop")
+
+
+def read_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of `pages` `[rows, n]`, each `[rows, kv_heads, n * page_size, head_dim]`.
+
+    Ids outside the pool are clamped to some page of it: the caller masks what it did not ask for.
+    The gather moves whole `[page_size * head_dim]` runs, with the head in the index, because XLA's CPU gather
+    copies element by element unless the innermost axis is long.
+    """
+    rows, n = pages.shape
+    _, heads, _, page_size, head_dim = pool.shape
+    runs = pool.reshape(-1, page_size * head_dim)
+    index = (pages[:, None, :] * heads + jnp.arange(heads, dtype=pages.dtype)[None, :, None]) * 2
+
+    def gather(which: int) -> jax.Array:
+        return runs.at[index + which].get(mode="clip").reshape(rows, heads, n * page_size, head_dim)
+
+    return gather(KEY), gather(VALUE)

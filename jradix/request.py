@@ -1,0 +1,109 @@
+"""One request: what was asked, how far it is, and which changes of state are legal."""
+
+import enum
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jradix.cache.prefix_cache import Lock
+from jradix.sampling_params import SamplingParams
+
+FinishType = Literal["stop", "length", "abort"]
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"  # holds no pages and no slot
+    RUNNING = "running"  # holds a slot, a lock and pages
+    FINISHED = "finished"
+
+
+LEGAL_CHANGES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended. `matched` is the stop string or token id, `message` what went wrong."""
+
+    type: FinishType
+    matched: str | int | None = None
+    length: int | None = None
+    message: str | None = None
+
+    def as_dict(self) -> dict[str, str | int]:
+        fields = {"type": self.type, "matched": self.matched, "length": self.length, "message": self.message}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt on its way to its output.
+
+    Token counts: positions `[0, computed_len)` have their KV written by a step that is launched; `seq_len` tokens
+    exist, the last ones perhaps still on the device only (`num_sampled` counts those in flight too, `output_ids`
+    holds those the host has seen). `seq_len - computed_len` tokens are to be computed next: 1 while decoding.
+
+    Attributes:
+        id: unique among the live requests.
+        prompt_ids: int32 `[prompt_len]`.
+        params: how to sample.
+        stop_ids: ids that end the request (EOS and `stop_token_ids`).
+        max_new_tokens: `params.max_new_tokens` within what the context has room for.
+        seed: of its random numbers.
+        namespace: requests share KV within one namespace only.
+        slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
+        cached_tokens: prompt tokens it did not compute because another request had.
+        first_token_time, finish_time: seconds of `time.perf_counter`.
+    """
+
+    id: str
+    prompt_ids: npt.NDArray[np.int32]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+    seed: int = 0
+    namespace: Hashable | None = None
+    state: RequestState = RequestState.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    num_sampled: int = 0
+    computed_len: int = 0
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    slot: int = -1
+    num_pages: int = 0
+    lock: Lock | None = None
+    finish_reason: FinishReason | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def seq_len(self) -> int:
+        return self.prompt_len + self.num_sampled
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether a further step makes sense: not once all its tokens are sampled, even if not all have arrived."""
+        return self.state is not RequestState.FINISHED and self.num_sampled < self.max_new_tokens
+
+    def token_ids(self, end: int) -> npt.NDArray[np.int32]:
+        """Tokens `[0, end)`, of which the host has seen all."""
+        assert end <= self.prompt_len + len(self.output_ids), "these tokens are still on the device"
+        if end <= self.prompt_len:
+            return self.prompt_ids[:end]
+        return np.concatenate([self.prompt_ids, np.asarray(self.output_ids[: end - self.prompt_len], np.int32)])
+
+    def change_state(self, state: RequestState) -> None:
+        assert state in LEGAL_CHANGES[self.state], f"{self.id}: {self.state.value} cannot become {state.value}"
+        self.state = state

@@ -1,0 +1,179 @@
+"""Runs steps on the device: the one place that compiles, transfers, donates and reads back."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from jradix.batch import MAX_SUPPRESSED_IDS, StepArrays
+from jradix.cache.pool import allocate_pool
+from jradix.config import Buckets, StepShape
+from jradix.model.attention import AttentionInputs
+from jradix.model.transformer import Transformer
+from jradix.pallas.layout import KVLayout
+from jradix.sampling import SamplingArrays, sample
+
+
+class UnplannedCompilationError(RuntimeError):
+    """A step needed a program that the warm-up had not compiled, in an engine told to be strict about that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way; `tokens` int32 `[rows]` is being copied to the host."""
+
+    tokens: jax.Array
+
+
+class Runner:
+    """Owns the parameters, the KV pool and the vector of next tokens, and the compiled programs over them.
+
+    A step is two launches: the forward pass, one program for each `StepShape`, and the sampler, one for each number of
+    rows and kind (greedy or not). So the two multiply nothing: shapes x samplers would be several times as many
+    programs. Tokens stay on the device: the sampler writes them to `next_tokens[slot]`, `[max_slots + 1]` int32, and
+    the next forward pass reads them there, so the host may launch a step before it has seen the last one's tokens.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        layout: KVLayout,
+        dtype: Any,
+        buckets: Buckets,
+        max_slots: int,
+        *,
+        strict: bool = False,
+    ) -> None:
+        graph, state = nnx.split(model)
+        self._parameters, structure = jax.tree.flatten(state)  # a flat list: jax walks it on every launch
+        self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
+        self._strict, self._warm = strict, False
+        self._forwards: dict[StepShape, jax.stages.Compiled] = {}
+        self._samplers: dict[tuple[int, bool], jax.stages.Compiled] = {}
+        self._vocab_size = model.config.vocab_size
+
+        def forward(
+            parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: StepArrays
+        ) -> tuple[jax.Array, jax.Array]:
+            merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
+            known = jnp.asarray(arrays.token_ids)
+            token_ids = jnp.where(known >= 0, known, next_tokens[-1 - known])
+            return merged(token_ids, pool, arrays.attention, arrays.logits_at)
+
+        self._forward = jax.jit(forward, donate_argnums=1)
+        self._sample = jax.jit(_sample_and_store, donate_argnums=1)
+        self.reset()
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far."""
+        return len(self._forwards) + len(self._samplers)
+
+    @property
+    def pool(self) -> jax.Array:
+        return self._pool
+
+    def reset(self) -> None:
+        """A pool of zeros: at the start, and after a step that failed with the pool in its hands."""
+        self._pool = allocate_pool(self._layout, self._dtype)
+        self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32)
+
+    def replace_pool(self, pool: jax.Array) -> None:
+        """Take another pool of the same shape; the old one is dropped."""
+        assert (pool.shape, pool.dtype) == (self._pool.shape, self._pool.dtype)
+        self._pool = pool
+
+    def launch(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None) -> LaunchedStep:
+        """Dispatch a step and return at once. `sampling` None: every row that samples is greedy."""
+        forward = self._compiled_forward(shape)
+        sampler = self._compiled_sampler(shape.rows, greedy=sampling is None)
+        logits, self._pool = forward(self._parameters, self._pool, self._next_tokens, arrays)
+        tokens, self._next_tokens = sampler(logits, self._next_tokens, arrays.sample_slots, sampling)
+        tokens.copy_to_host_async()
+        return LaunchedStep(tokens)
+
+    def collect(self, step: LaunchedStep) -> npt.NDArray[np.int32]:
+        """The step's tokens `[rows]`, waiting for them if need be."""
+        return np.asarray(step.tokens)
+
+    def warm_up(self, progress: Callable[[Iterable[StepShape]], Iterable[StepShape]] = iter) -> float:
+        """Compile every bucket; returns the seconds it took. Afterwards a strict runner compiles nothing more."""
+        started = time.perf_counter()
+        for shape in progress(self._buckets.shapes()):
+            self._compiled_forward(shape)
+            for greedy in (True, False):
+                self._compiled_sampler(shape.rows, greedy=greedy)
+        self._warm = True
+        return time.perf_counter() - started
+
+    def compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
+        """The program of one bucket, for looking at its memory and text."""
+        return self._compiled_forward(shape)
+
+    def _compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
+        if shape not in self._forwards:
+            self._refuse_if_strict(shape)
+            arrays = _abstract_arrays(shape, self._layout.num_pages)
+            lowered = self._forward.lower(self._parameters, self._pool, self._next_tokens, arrays)
+            self._forwards[shape] = lowered.compile()
+        return self._forwards[shape]
+
+    def _compiled_sampler(self, rows: int, *, greedy: bool) -> jax.stages.Compiled:
+        if (rows, greedy) not in self._samplers:
+            self._refuse_if_strict((rows, greedy))
+            logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
+            slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
+            sampling = None if greedy else _abstract_sampling(rows)
+            self._samplers[rows, greedy] = self._sample.lower(logits, self._next_tokens, slots, sampling).compile()
+        return self._samplers[rows, greedy]
+
+    def _refuse_if_strict(self, program: object) -> None:
+        if self._strict and self._warm:
+            raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
+
+
+def _sample_and_store(
+    logits: jax.Array, next_tokens: jax.Array, slots: jax.Array, sampling: SamplingArrays | None
+) -> tuple[jax.Array, jax.Array]:
+    """Sample a token a row and store it at the row's slot; rows that sample nothing have the last slot."""
+    if sampling is None:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        tokens = sample(logits, sampling, greedy_only=False)
+    return tokens, next_tokens.at[slots].set(tokens)
+
+
+def _abstract_arrays(shape: StepShape, pages_per_layer: int) -> StepArrays:
+    def ints(*dims: int) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    attention = AttentionInputs(
+        positions=ints(shape.tokens),
+        write_pages=ints(shape.tokens),
+        page_table=ints(shape.rows, shape.max_pages),
+        seq_lens=ints(shape.rows),
+        query_starts=ints(shape.extend_rows + 1),
+        pages_per_layer=pages_per_layer,
+    )
+    return StepArrays(ints(shape.tokens), attention, ints(shape.rows), ints(shape.rows))
+
+
+def _abstract_sampling(rows: int) -> SamplingArrays:
+    def rows_of(dtype: Any, *dims: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, *dims), dtype)
+
+    return SamplingArrays(
+        temperature=rows_of(jnp.float32),
+        top_k=rows_of(jnp.int32),
+        top_p=rows_of(jnp.float32),
+        min_p=rows_of(jnp.float32),
+        seed=rows_of(jnp.uint32),
+        position=rows_of(jnp.int32),
+        suppress_ids=rows_of(jnp.int32, MAX_SUPPRESSED_IDS),
+    )

@@ -1,0 +1,272 @@
+"""Decides what the next step computes: who decodes, whose prompt goes on, who is admitted, who is retracted."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from jradix.cache.prefix_cache import PrefixCache
+from jradix.request import FinishReason, Request, RequestState
+
+NEW_TOKEN_RATIO = 0.3
+"""Share of their remaining output that running requests are expected to need; the rest is left to retraction.
+
+Requests seldom use all of `max_new_tokens`, so reserving all of it would leave the pool half empty.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One request's part of a step: tokens `[start, start + num_tokens)` of its sequence.
+
+    `samples`: they reach the end of the sequence, so the step yields its next token.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One launch: rows that decode one token each, then rows that extend by a chunk of their prompt."""
+
+    decode: list[PlannedRow]
+    extend: list[PlannedRow]
+
+    @property
+    def rows(self) -> list[PlannedRow]:
+        return self.decode + self.extend
+
+
+class ResultsNeededError(Exception):
+    """The plan depends on tokens that are still in flight: collect every launched step, then plan again."""
+
+
+class Scheduler:
+    """First come, first served, with continuous batching and chunked prefill.
+
+    Computed whole pages enter the cache as soon as their step is *planned*: a step writes all its KV of a layer before
+    it reads any, so another row of the same step may already hit them. A prompt is matched again before each chunk;
+    what another request has computed in the meantime is skipped, and so two requests never write the same prefix.
+
+    Pages of a request come from the cache; `page_tables[slot]` lists them, `[max_running_requests, max_pages]` int32.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        max_running_requests: int,
+        chunked_prefill_size: int,
+        max_extend_rows: int,
+        context_length: int,
+    ) -> None:
+        self.cache = cache
+        self.page_size = cache.page_size
+        self.context_length = context_length
+        self.chunked_prefill_size = chunked_prefill_size
+        self.max_extend_rows = max_extend_rows
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self.page_tables: npt.NDArray[np.int32] = np.zeros(
+            (max_running_requests, self._pages_for(context_length)), np.int32
+        )
+        self._free_slots = list(range(max_running_requests))[::-1]
+        self.num_retractions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def validate(self, request: Request) -> None:
+        """ValueError, with the numbers, if the request could never run in this pool."""
+        need = self._pages_for(request.prompt_len + max(0, request.max_new_tokens - 1))
+        if need > self.cache.num_total:
+            raise ValueError(
+                f"a prompt of {request.prompt_len} tokens with max_new_tokens {request.max_new_tokens} needs {need} KV "
+                f"pages of {self.page_size} tokens, the pool has {self.cache.num_total}: ask for fewer tokens or start "
+                "the engine with a larger max_total_tokens"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `validate` has passed."""
+        self.waiting.append(request)
+
+    def plan(self, *, in_flight: bool) -> StepPlan | None:
+        """The next step, or None when no request can use one now.
+
+        Pages are allocated and cache entries made as a side effect, so every plan must be launched, in order.
+
+        Args:
+            in_flight: whether a launched step has not been collected.
+
+        Raises:
+            ResultsNeededError: pages ran out and whom to retract depends on results in flight. What was planned so far
+                is undone by planning again: nothing is lost.
+        """
+        decode = self._plan_decodes(in_flight)
+        extend = self._plan_extends()
+        if not decode and not extend:
+            if self._stuck() and not in_flight:
+                self._retract(self.running[-1])
+                return self.plan(in_flight=in_flight)
+            return None
+        for row in decode + extend:
+            row.request.computed_len = row.start + row.num_tokens
+            row.request.num_sampled += row.samples
+        return StepPlan(decode, extend)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request: what it computed stays in the cache, everything else is given back."""
+        request.finish_reason = reason
+        if request.state is RequestState.RUNNING:
+            # The step in flight may be computing the KV of the last sampled token; steps run in order, so its pages
+            # can be handed out again at once.
+            self._release(request, min(request.computed_len, request.prompt_len + len(request.output_ids)))
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.change_state(RequestState.FINISHED)
+
+    def _plan_decodes(self, in_flight: bool) -> list[PlannedRow]:
+        """One token for each running request whose prompt is done, retracting the youngest when pages run out."""
+        for request in list(self.running):
+            while request.state is RequestState.RUNNING and self._decodes(request):
+                if self._grow(request, request.computed_len + 1):
+                    break
+                if in_flight:
+                    raise ResultsNeededError
+                self._retract(self.running[-1])
+        return [PlannedRow(r, r.computed_len, 1, samples=True) for r in self.running if self._decodes(r)]
+
+    def _plan_extends(self) -> list[PlannedRow]:
+        """Chunks of prompts within the token budget: the one that is under way first, then waiting requests."""
+        rows: list[PlannedRow] = []
+        budget = self.chunked_prefill_size
+        for request in self.running:
+            if request.wants_step and request.seq_len - request.computed_len > 1 and budget:
+                budget -= self._plan_chunk(request, budget, rows)
+        while self.waiting and budget and self._free_slots and len(rows) < self.max_extend_rows:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            self.waiting.popleft()
+            budget -= self._plan_chunk(request, budget, rows)
+        return rows
+
+    def _plan_chunk(self, request: Request, budget: int, rows: list[PlannedRow]) -> int:
+        """Plan up to `budget` tokens of the request's prompt; returns how many."""
+        if request.computed_len:
+            self._match_again(request)
+        start = request.computed_len
+        room = (self.cache.num_free + self.cache.num_evictable + request.num_pages) * self.page_size - start
+        num_tokens = min(request.seq_len - start, budget, room)
+        if num_tokens <= 0 or not self._grow(request, start + num_tokens):
+            return 0
+        end = start + num_tokens
+        rows.append(PlannedRow(request, start, num_tokens, samples=end == request.seq_len))
+        self._insert(request, end)
+        return num_tokens
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request a slot and its cached prefix, if the pool has room for it and those running."""
+        match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
+        lock = self.cache.lock(match)  # before counting what is evictable: the match may be part of it
+        need = self._pages_for(request.seq_len + 1) - len(match.pages)
+        if self.running:
+            need += sum(self._expected_pages(other) for other in self.running)
+        if need > self.cache.num_free + self.cache.num_evictable:
+            alone_fits = not self.running and self._pages_for(request.seq_len) - len(match.pages) <= (
+                self.cache.num_free + self.cache.num_evictable
+            )
+            if not alone_fits:
+                self.cache.unlock(lock)
+                return False
+        request.change_state(RequestState.RUNNING)
+        request.slot = self._free_slots.pop()
+        request.lock = lock
+        request.num_pages = len(match.pages)
+        self.page_tables[request.slot, : request.num_pages] = match.pages
+        request.computed_len = match.num_tokens
+        if not request.num_retractions:
+            request.cached_tokens = match.num_tokens
+        self.running.append(request)
+        return True
+
+    def _match_again(self, request: Request) -> None:
+        """Skip what another request has computed of this prompt since the last chunk."""
+        match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
+        if match.num_tokens <= request.computed_len:
+            return
+        assert request.lock is not None
+        held = request.lock.num_tokens // self.page_size
+        lock = self.cache.lock(match)
+        self.cache.unlock(request.lock)
+        table = self.page_tables[request.slot]
+        self.cache.free(table[held : request.num_pages].copy())
+        table[: len(match.pages)] = match.pages
+        if not request.num_retractions:
+            request.cached_tokens += match.num_tokens - request.computed_len
+        request.lock, request.num_pages, request.computed_len = lock, len(match.pages), match.num_tokens
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Allocate pages so that the request can hold `num_tokens`; False, and nothing changed, if there are none."""
+        missing = self._pages_for(num_tokens) - request.num_pages
+        if missing <= 0:
+            return True
+        pages = self.cache.allocate(missing)
+        if pages is None:
+            return False
+        self.page_tables[request.slot, request.num_pages : request.num_pages + missing] = pages
+        request.num_pages += missing
+        return True
+
+    def _insert(self, request: Request, num_tokens: int) -> None:
+        """Share the request's first `num_tokens` tokens, and take over the tree's pages where it had them already."""
+        assert request.lock is not None
+        table = self.page_tables[request.slot]
+        inserted = self.cache.insert(
+            request.token_ids(num_tokens), table[: request.num_pages], request.lock, request.namespace
+        )
+        table[: request.num_pages] = inserted.pages
+
+    def _release(self, request: Request, num_tokens: int) -> None:
+        """Leave `num_tokens` computed tokens to the cache and give back pages, lock and slot."""
+        assert request.lock is not None
+        if num_tokens > request.prompt_len:
+            self._insert(request, request.prompt_len)  # a node of its own, so that output is evicted before prompt
+        self._insert(request, num_tokens)
+        held = request.lock.num_tokens // self.page_size
+        self.cache.free(self.page_tables[request.slot, held : request.num_pages].copy())
+        self.cache.unlock(request.lock)
+        self._free_slots.append(request.slot)
+        request.lock, request.slot, request.num_pages = None, -1, 0
+
+    def _retract(self, request: Request) -> None:
+        """Take a running request's pages back and queue it first; what it computed becomes evictable."""
+        assert len(request.output_ids) == request.num_sampled, "retracted with tokens in flight"
+        self._release(request, request.computed_len)
+        request.computed_len = 0
+        request.num_retractions += 1
+        self.num_retractions += 1
+        self.running.remove(request)
+        request.change_state(RequestState.WAITING)
+        self.waiting.appendleft(request)
+
+    def _stuck(self) -> bool:
+        """Whether running requests want a step and none could be planned: they hold the pool's last pages."""
+        return any(request.wants_step for request in self.running)
+
+    def _expected_pages(self, request: Request) -> int:
+        remaining = request.max_new_tokens - request.num_sampled
+        expected = request.seq_len + int(remaining * NEW_TOKEN_RATIO)
+        return max(0, self._pages_for(expected) - request.num_pages)
+
+    def _decodes(self, request: Request) -> bool:
+        return request.wants_step and request.seq_len - request.computed_len == 1
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)

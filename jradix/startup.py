@@ -1,0 +1,98 @@
+"""Builds what an engine runs on: weights on the device, buckets, the KV pool's size, tokenizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jradix import mesh
+from jradix.cache.pool import pages_that_fit
+from jradix.config import Buckets, EngineConfig
+from jradix.model.checkpoint import Checkpoint, open_checkpoint
+from jradix.model.config import ModelConfig
+from jradix.model.transformer import Transformer
+from jradix.model.weights import load_transformer, random_transformer
+from jradix.pallas.layout import KVLayout
+from jradix.runner import Runner
+from jradix.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES: dict[str, Any] = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything an engine is made of that depends on the model."""
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    runner: Runner
+    layout: KVLayout
+    buckets: Buckets
+    context_length: int
+    eos_ids: frozenset[int]
+
+
+def build(config: EngineConfig) -> Parts:
+    """Load the model and size the pool.
+
+    Raises:
+        ValueError: files missing or corrupt, a model jradix does not run, limits that contradict each other, or too
+            little memory for one page.
+    """
+    if config.compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    checkpoint = open_checkpoint(config.model_path)
+    model_config = ModelConfig.from_hf(checkpoint.config)
+    context_length = _context_length(config, model_config)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
+    model = _load_model(config, model_config, checkpoint)
+    buckets = Buckets.of(config, context_length)
+    layout = _size_pool(config, model_config, context_length)
+    runner = Runner(
+        model,
+        layout,
+        DTYPES[config.dtype],
+        buckets,
+        config.max_running_requests,
+        strict=config.strict_compile,
+    )
+    eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_ids)
+    return Parts(model_config, tokenizer, runner, layout, buckets, context_length, eos_ids)
+
+
+def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
+    limit = model_config.max_positions
+    if config.context_length is not None and config.context_length > limit:
+        raise ValueError(f"context_length must be at most {limit}, the model's limit, got {config.context_length}")
+    return config.context_length or limit
+
+
+def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> Transformer:
+    layer_loop = mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
+    dtype = DTYPES[config.dtype]
+    if config.load_format == "dummy":
+        model = random_transformer(model_config, dtype=dtype, layer_loop=layer_loop, seed=config.random_seed)
+    else:
+        model = load_transformer(model_config, checkpoint, dtype=dtype, layer_loop=layer_loop)
+    jax.block_until_ready(nnx.state(model))  # so that what the pool may take is measured after the weights
+    return model
+
+
+def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int) -> KVLayout:
+    shape = {
+        "layers": model_config.num_layers,
+        "page_size": config.page_size,
+        "kv_heads": model_config.kv_heads,
+        "head_dim": model_config.head_dim,
+    }
+    pages_per_request = -(-context_length // config.page_size)
+    if config.max_total_tokens is not None:
+        usable = config.max_total_tokens // config.page_size
+    else:
+        page_bytes = KVLayout(num_pages=1, **shape).page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize)
+        budget = mesh.pool_budget_bytes(config.mem_fraction_static)
+        usable = pages_that_fit(page_bytes, budget, config.max_running_requests * pages_per_request)
+    return KVLayout(num_pages=usable + 1, **shape)

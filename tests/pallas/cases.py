@@ -1,0 +1,110 @@
+"""The inputs that every attention implementation must handle: one list, shared by all their tests."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows with `cached` tokens in the pool already and `new` ones to extend by; a row of 0 new tokens is padding."""
+
+    name: str
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 4
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    extra_tokens: int = 3  # padding tokens after the rows'
+    key_scale: float = 1.0
+    unused_table_entry: int = 0  # what stands in a page table past a row's pages
+
+
+CASES = [
+    Case("one token of one row", (0,), (1,), extra_tokens=0),
+    Case("decode rows of ragged lengths", (1, 30, 7, 62), (1, 1, 1, 1), extra_tokens=0),
+    Case("prefill that ends on page edges", (0, 0, 0), (4, 8, 16)),
+    Case("one below and one above page edges", (0, 0, 0), (3, 5, 17)),
+    Case("several queries on a cached prefix", (12, 5, 33), (5, 9, 2)),
+    Case("query and cache lengths that cross", (0, 3, 4, 8), (1, 4, 1, 12)),
+    Case("empty rows between others", (0, 9, 0, 4), (5, 0, 0, 7)),
+    Case("no row at all", (0, 0), (0, 0)),
+    Case("mixed decode and prefill", (40, 0, 17, 2), (1, 23, 1, 30)),
+    Case("page of one token", (5, 0), (3, 7), page_size=1),
+    Case("pages longer than any row", (5, 0), (3, 7), page_size=64),
+    Case("page of 128", (130, 1), (2, 129), page_size=128),
+    Case("one kv head for all", (9, 3), (4, 6), q_heads=8, kv_heads=1),
+    Case("a kv head for each", (9, 3), (4, 6), q_heads=3, kv_heads=3, head_dim=64, page_size=16),
+    Case("smollm heads", (9, 70), (4, 6), q_heads=9, kv_heads=3, head_dim=64, page_size=16),
+    Case("head_dim 80", (9, 3), (4, 6), head_dim=80),
+    Case("head_dim 128", (9, 3), (4, 6), head_dim=128),
+    Case("head_dim 256", (9, 3), (4, 6), head_dim=256),
+    Case("window of one", (9, 0), (4, 6), window=1),
+    Case("window shorter than a page", (19, 0), (4, 16), window=3, page_size=8),
+    Case("window across pages", (70, 0, 3), (1, 60, 40), window=24),
+    Case("soft cap", (9, 3), (4, 6), soft_cap=5.0),
+    Case("sinks", (9, 0), (4, 6), sinks=True),
+    Case("window, soft cap and sinks", (30, 0), (4, 26), window=7, soft_cap=3.0, sinks=True),
+    Case("extreme logits", (9, 3), (4, 6), key_scale=200.0),
+    Case("table tails of -1", (9, 0, 3), (4, 6, 1), unused_table_entry=-1),
+    Case("huge table tails", (9, 0, 3), (4, 6, 1), unused_table_entry=2**31 - 1),
+    Case("more rows and tokens than a tile", (0, 5, 200, 31), (150, 1, 3, 40), page_size=16),
+]
+
+TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2}
+"""Largest error against the float32 reference of the same inputs, values of about 1."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of one case: pages are scattered and descending, and every slot that no row owns holds NaN."""
+
+    q: jax.Array
+    pool: jax.Array
+    page_table: jax.Array
+    seq_lens: jax.Array
+    query_starts: jax.Array
+    sinks: jax.Array | None
+    scale: float
+    is_query: np.ndarray
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.q, self.pool, self.page_table, self.seq_lens, self.query_starts
+
+
+def make_inputs(case: Case, dtype: jnp.dtype, seed: int = 0, *, poison: bool = True) -> Inputs:
+    rng = np.random.default_rng(seed)
+    new = np.array(case.new)
+    seq_lens = np.where(new > 0, np.array(case.cached) + new, 0)
+    pages = -(-seq_lens // case.page_size)
+    num_pages = int(pages.sum()) + 3
+    free = np.arange(num_pages - 1, 0, -1)
+    pool = rng.normal(size=(num_pages, case.kv_heads, 2, case.page_size, case.head_dim)).astype(np.float32)
+    pool[:, :, 0] *= case.key_scale
+    owned = np.zeros((num_pages, case.page_size), bool)
+    table = np.full((len(new), max(1, pages.max()) + 2), case.unused_table_entry, np.int32)
+    for row, count in enumerate(pages):
+        mine, free = free[:count], free[count:]
+        table[row, :count] = mine
+        owned[np.repeat(mine, case.page_size), np.tile(np.arange(case.page_size), count)] = (
+            np.arange(count * case.page_size) < seq_lens[row]
+        )
+    if poison:
+        pool = np.where(owned[:, None, None, :, None], pool, np.nan)
+    tokens = int(new.sum()) + case.extra_tokens
+    return Inputs(
+        q=jnp.asarray(rng.normal(size=(tokens, case.q_heads, case.head_dim)), dtype),
+        pool=jnp.asarray(pool, dtype),
+        page_table=jnp.asarray(table),
+        seq_lens=jnp.asarray(seq_lens, jnp.int32),
+        query_starts=jnp.asarray(np.concatenate([[0], np.cumsum(new)]), jnp.int32),
+        sinks=jnp.asarray(rng.normal(size=case.q_heads), jnp.float32) if case.sinks else None,
+        scale=case.head_dim**-0.5,
+        is_query=np.arange(tokens) < new.sum(),
+    )

@@ -10,6 +10,7 @@ from jradix.cache.eviction import EvictionQueue
 from jradix.cache.invariants import CacheInvariantError, find_violations
 from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root
+from jradix.cache.statistics import CacheStatistics, Counters
 
 TokenIds = npt.NDArray[np.integer] | Sequence[int]
 
@@ -25,18 +26,20 @@ class Match:
     num_tokens: int  # whole pages
     pages: PageIds  # [num_tokens / page_size], read-only
     namespace: Hashable
+    num_asked: int  # tokens looked up
     node: Node | None = field(repr=False)  # where the match ends, perhaps inside it; None when nothing matched
 
 
 class Lock:
     """A request's hold on a prefix. It stays valid through splits, and `insert` extends it; only `unlock` ends it."""
 
-    __slots__ = ("namespace", "node", "time")
+    __slots__ = ("namespace", "node", "time", "uncounted")
 
-    def __init__(self, node: Node, namespace: Hashable, time: int) -> None:
+    def __init__(self, node: Node, namespace: Hashable, time: int, uncounted: Match | None) -> None:
         self.node: Node | None = node  # the prefix ends where this node ends; None once unlocked
         self.namespace = namespace
         self.time = time  # of the last use of the prefix through this handle
+        self.uncounted = uncounted  # what the statistics do not know yet
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +77,7 @@ class PrefixCache:
         self._pages = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self._queue = EvictionQueue(eviction_policy)
+        self.statistics = CacheStatistics()
         self._num_protected = 0
         self._num_locks = 0
         self._clock = 0  # counts locks and inserts
@@ -105,21 +109,23 @@ class PrefixCache:
         """
         root = self._tree.roots.get(namespace)
         if root is None:
-            return Match(0, as_page_ids(b""), namespace, None)
+            return Match(0, as_page_ids(b""), namespace, len(token_ids), None)
         node, num_tokens, passed = self._tree.walk(root, as_token_bytes(token_ids))
-        return Match(num_tokens, as_page_ids(b"".join(passed)), namespace, node if num_tokens else None)
+        pages = as_page_ids(b"".join(passed))
+        return Match(num_tokens, pages, namespace, len(token_ids), node if num_tokens else None)
 
-    def lock(self, match: Match) -> Lock:
+    def lock(self, match: Match, *, recomputation: bool = False) -> Lock:
         """Protect the matched prefix from eviction until `unlock`, and count it as used now.
 
         Lock before counting what is evictable. Raises StaleMatchError, changing nothing, if some of the matched pages
-        have been evicted or flushed since the match.
+        have been evicted or flushed since the match. The request enters the statistics at its first `insert`, unless
+        it is a `recomputation`: one that was retracted and would count twice.
         """
         node = self._end_node(match)
         self._clock += 1
         self._num_locks += 1
         self._protect(node, None)
-        return Lock(node, match.namespace, self._clock)
+        return Lock(node, match.namespace, self._clock, None if recomputation else match)
 
     def unlock(self, lock: Lock) -> None:
         """End the protection. Pages without another lock become evictable; none is freed. AssertionError if repeated.
@@ -174,6 +180,9 @@ class PrefixCache:
         table = np.array(pages, np.int32)
         start, end = top.end, len(token_ids) // self.page_size * self.page_size
         assert len(table) * self.page_size >= len(token_ids), f"{len(table)} pages cannot hold {len(token_ids)} tokens"
+        if lock.uncounted is not None:
+            match, lock.uncounted = lock.uncounted, None
+            self.statistics.count_request(namespace, match.num_asked, match.num_tokens)
         if not self.enabled or end <= start:
             return Insert(table, start)
         tokens = as_token_bytes(token_ids[start:end])
@@ -192,6 +201,7 @@ class PrefixCache:
         if start + num_matched < end:
             new = own[num_matched // self.page_size :]
             self._pages.adopt(new)
+            self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size
             node = self._tree.add_leaf(node, tokens[num_matched * TOKEN_BYTES :], new.tobytes(), self._clock)
         self._protect(node, top)
         lock.node = node
@@ -202,21 +212,26 @@ class PrefixCache:
 
         Prefixes locked by running requests stay, and stay matchable: `num_protected` says how many pages.
         """
-        freed: list[bytes] = []
-        for root in list(self._tree.roots.values()):
-            locked: list[Node] = [root]
-            while locked:
-                node = locked.pop()
-                for child in list((node.children or {}).values()):
-                    if child.ref_count:
-                        locked.append(child)
-                    else:
-                        self._tree.detach(child)
-                        freed.extend(self._dismantle(child))
-            self._offer(root)
-        page_ids = as_page_ids(b"".join(freed))
-        self._pages.reclaim(page_ids)
-        return len(page_ids)
+        return self._drop(list(self._tree.roots.values()))
+
+    def flush_prefix(self, token_ids: TokenIds = (), namespace: Hashable | None = None) -> int:
+        """Drop every unlocked page whose tokens, counted from position 0, begin with `token_ids`.
+
+        Without tokens: the whole namespace. Pages that end before the last of `token_ids` stay, since other prompts
+        share them. Returns the number of pages freed; what running requests have locked stays.
+        """
+        root = self._tree.roots.get(namespace)
+        if root is None:
+            return 0
+        tokens = as_token_bytes(token_ids)
+        whole = max(0, len(token_ids) - 1) // self.page_size * self.page_size
+        node, num_tokens, _ = self._tree.walk(root, tokens[: whole * TOKEN_BYTES])
+        if num_tokens < whole:
+            return 0
+        if whole < node.end:
+            node = self._tree.split(node, whole)
+        rest = tokens[whole * TOKEN_BYTES :]
+        return self._drop([child for child in (node.children or {}).values() if child.tokens.startswith(rest)])
 
     def check(self, private_pages: Iterable[int] = ()) -> None:
         """Raise CacheInvariantError naming every broken invariant. O(size of cache).
@@ -269,14 +284,38 @@ class PrefixCache:
         freed: list[bytes] = []
         while num_pages > 0:
             leaf = self._queue.first()
+            counters = self._counters(leaf)
             if leaf.num_pages > num_pages:
                 freed.append(self._tree.trim(leaf, num_pages))
+                counters.evicted_tokens += num_pages * self.page_size
                 break
+            counters.evicted_tokens += leaf.num_pages * self.page_size
             self._queue.discard(leaf)
             freed.append(leaf.pages)
             num_pages -= leaf.num_pages
             self._offer(self._tree.detach(leaf))
         self._pages.reclaim(as_page_ids(b"".join(freed)))
+
+    def _counters(self, node: Node) -> Counters:
+        assert node.root is not None, "a root has no pages to count"
+        return self.statistics.of(node.root.namespace)
+
+    def _drop(self, tops: list[Node]) -> int:
+        """Drop the unlocked nodes among `tops` and below; returns the number of pages freed."""
+        freed: list[bytes] = []
+        pending = list(tops)
+        while pending:
+            node = pending.pop()
+            if node.parent is None or node.ref_count:
+                pending.extend((node.children or {}).values())
+                continue
+            parent = self._tree.detach(node)
+            freed.append(b"".join(self._dismantle(node)))
+            self._counters(node).flushed_tokens += len(freed[-1]) // TOKEN_BYTES * self.page_size
+            self._offer(parent)
+        page_ids = as_page_ids(b"".join(freed))
+        self._pages.reclaim(page_ids)
+        return len(page_ids)
 
     def _dismantle(self, top: Node) -> list[bytes]:
         """Take apart a detached subtree without locks; returns its pages. Unlinked nodes leave no cycles behind."""

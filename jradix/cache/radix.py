@@ -27,6 +27,7 @@ class Node:
         "pages",
         "parent",
         "ref_count",
+        "root",
         "ticket",
         "tokens",
         "uses",
@@ -34,6 +35,7 @@ class Node:
 
     def __init__(self, parent: "Node | None", tokens: bytes, pages: bytes, end: int, now: int) -> None:
         self.parent = parent  # None: a root, or detached
+        self.root: Root | None = parent if isinstance(parent, Root) else parent and parent.root  # None: a root
         self.children: dict[bytes, Node] | None = None  # filed under their first page of tokens; None for a leaf
         self.tokens = tokens
         self.pages = pages

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from jradix.cache import Insert, Lock, PrefixCache, StaleMatchError
+from jradix.cache import Counters, Insert, Lock, Namespace, PrefixCache, StaleMatchError
 
 
 def counts(cache: PrefixCache) -> dict[str, int]:
@@ -108,10 +108,12 @@ def test_two_requests_computing_the_same_prompt_end_on_the_same_pages() -> None:
     cache = PrefixCache(20, 4)
     prompt = list(range(9))
     first, second = Running(cache, prompt, max_new=4), Running(cache, prompt, max_new=4)
+    given = second.pages
     assert second.match.num_tokens == 0
     assert first.insert().pages.tolist() == [1, 2, 3, 4]
     rewritten = second.insert()
     assert rewritten.pages.tolist() == [1, 2, 7, 8], "pages 5 and 6 were duplicates"
+    assert given.tolist() == [5, 6, 7, 8], "the caller's table is not written to"
     assert rewritten.num_tokens == 8
     assert counts(cache) == {"free": 14, "protected": 2, "private": 4}
     cache.check([*first.private, *second.private])
@@ -298,6 +300,7 @@ def test_locking_a_match_whose_pages_are_gone_is_refused(how: str) -> None:
     cache = PrefixCache(8, 2)
     cache_prompts(cache, [1, 2, 3, 4, 5, 6])
     match = cache.match([1, 2, 3, 4, 5, 6])
+    cache_prompts(cache, [1, 2, 7, 8])  # splits the node: the match now ends below another
     if how == "flushed":
         cache.flush()
     else:
@@ -358,6 +361,96 @@ def test_flush_drops_what_nobody_holds_and_says_how_many_pages() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize(
+    ("prefix", "freed", "left"),
+    [
+        ([], 5, 0),
+        ([1], 5, 0),
+        ([1, 2], 5, 0),
+        ([1, 2, 3], 4, 2),  # the page [3, 4] and what follows it; [1, 2] is shared
+        ([1, 2, 3, 4], 4, 2),
+        ([1, 2, 3, 4, 5, 6], 1, 4),
+        ([1, 2, 3, 4, 7], 2, 4),
+        ([1, 2, 3, 4, 7, 8, 9, 0], 1, 4),
+        ([1, 2, 3, 4, 7, 8, 9, 0, 0], 0, 4),
+        ([3], 0, 4),
+        ([1, 3], 0, 4),
+    ],
+)
+def test_flushing_a_prefix_drops_the_pages_that_begin_with_it(prefix: list[int], freed: int, left: int) -> None:
+    cache = PrefixCache(20, 2)
+    cache_prompts(cache, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9, 0])
+    Running(cache, [1, 2, 3, 4], namespace="other").finish()
+    assert cache.flush_prefix(prefix) == freed
+    assert cache.num_evictable == 7 - freed
+    assert cached(cache, 1, 2, 3, 4)[0] == left
+    assert cached(cache, 1, 2, 3, 4, namespace="other")[0] == 4
+    cache.check()
+
+
+def test_flushing_a_namespace_leaves_what_requests_hold_and_all_other_namespaces() -> None:
+    cache = PrefixCache(20, 1)
+    for namespace in (None, "a"):
+        Running(cache, [1, 2, 3], namespace=namespace).finish()
+    lock = cache.lock(cache.match([1], "a"))
+    assert cache.flush_prefix(namespace="a") == 2
+    assert (cached(cache, 1, 2, 3, namespace="a")[0], cached(cache, 1, 2, 3)[0]) == (1, 3)
+    assert cache.flush_prefix(namespace="unknown") == 0
+    cache.unlock(lock)
+    assert cache.flush_prefix(namespace="a") == 1
+    cache.check()
+
+
+def test_a_namespace_of_tagged_fields_cannot_be_forged_with_strings() -> None:
+    cache = PrefixCache(20, 1)
+    namespaces = [
+        None,
+        "X",
+        ("X", None),
+        Namespace(),
+        Namespace(adapter="X"),
+        Namespace(salt="X"),
+        Namespace(adapter="X", salt=""),
+        Namespace(adapter=("X", 2)),  # the same name loaded again with other weights
+        Namespace(adapter="X", weight_version=1),
+    ]
+    for namespace in namespaces:
+        assert cached(cache, 1, 2, namespace=namespace) == (0, [])
+        Running(cache, [1, 2], namespace=namespace).finish()
+        assert cached(cache, 1, 2, namespace=namespace)[0] == 2
+    cache.check()
+
+
+def test_statistics_count_each_request_once_and_by_namespace() -> None:
+    cache = PrefixCache(6, 2)
+    Running(cache, [1, 2, 3, 4, 5, 6]).finish()
+    second = Running(cache, [1, 2, 3, 4, 9, 9, 9], namespace=None)
+    for end in (5, 6, 7):
+        second.insert(end)
+    second.stop()
+    Running(cache, [1, 2, 3], namespace="a").finish()
+    assert cache.statistics.by_namespace[None] == Counters(2, 5 + 6, 4, 6 + 2, 0, 0)
+    assert cache.statistics.by_namespace["a"] == Counters(1, 2, 0, 2, 0, 0)
+    cache.free(take(cache, 3))
+    assert cache.statistics.by_namespace[None].evicted_tokens == 4, "two of three pages were not free"
+    cache.flush()
+    total = cache.statistics.total
+    assert total.inserted_tokens == total.evicted_tokens + total.flushed_tokens == 10
+    assert cache.statistics.window_hit_rate == 4 / 13
+
+
+def test_refused_and_retracted_requests_count_neither_as_hits_nor_as_misses() -> None:
+    cache = PrefixCache(6, 1)
+    Running(cache, [1, 2, 3]).finish()
+    before = cache.statistics.total
+    with pytest.raises(MemoryError):
+        Running(cache, list(range(9)))
+    lock = cache.lock(cache.match([1, 2]), recomputation=True)
+    cache.insert([1, 2, 3], [1, 2, *take(cache, 1)], lock)
+    cache.unlock(lock)
+    assert cache.statistics.total == before
+
+
 def test_a_disabled_cache_never_shares_and_never_leaks() -> None:
     cache = PrefixCache(4, 2, enabled=False)
     for _ in range(3):
@@ -382,15 +475,19 @@ def test_freeing_what_is_not_private_is_refused_and_changes_nothing(bad: list[in
     cache.check([2, 3])
 
 
-@pytest.mark.parametrize("table", [[1, 2, 2], [1, 2, 0], [1, 2, 9], [1, 2, 1]])
-def test_inserting_pages_that_are_not_private_is_refused_and_changes_nothing(table: list[int]) -> None:
+@pytest.mark.parametrize("table", [[1, 3, 3], [1, 3, 0], [1, 3, 9], [1, 3, 1], [1, 2, 3], [1, 3, 2]])
+@pytest.mark.parametrize("tokens", [[5, 6, 7], [5, 8, 9]])
+def test_inserting_pages_that_are_not_private_is_refused_and_changes_nothing(
+    tokens: list[int], table: list[int]
+) -> None:
+    """Twice in one table, the null page, no page at all, owned by the tree; with and without a duplicate to free."""
     cache = PrefixCache(5, 1)
     cache_prompts(cache, [5, 6])  # pages 1 and 2
     lock = cache.lock(cache.match([5]))
-    cache.allocate(2)
+    cache.allocate(2)  # 3 and 4
     before = counts(cache)
     with pytest.raises(AssertionError):
-        cache.insert([5, 6, 7], table, lock)
+        cache.insert(tokens, table, lock)
     assert counts(cache) == before
     cache.check([3, 4])
 

@@ -1,0 +1,192 @@
+"""The scheduler over the real cache, on a device on paper that checks every slot that every row reads."""
+
+import random
+
+import pytest
+
+from jradix.request import RequestState
+from tests.paper_device import VOCAB, PaperDevice, serial_output
+
+PAGE_SIZES = [1, 2, 3, 16, 64]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("outputs", [1, 2, 3, 17])
+def test_every_page_comes_back_at_all_lengths_around_a_page_edge(page_size: int, outputs: int) -> None:
+    for length in {max(1, page_size + d) for d in (-1, 0, 1)} | {max(1, 2 * page_size + d) for d in (-1, 0, 1)}:
+        device = PaperDevice(num_pages=200, page_size=page_size)
+        device.add(list(range(length)), outputs)
+        device.run()
+        device.check_idle()
+        device.check_outputs()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_second_equal_prompt_hits_all_whole_pages_but_computes_its_last_token(page_size: int) -> None:
+    for length in (1, page_size, page_size + 1, 2 * page_size):
+        device = PaperDevice(num_pages=200, page_size=page_size)
+        device.add(list(range(length)))
+        device.run()
+        second = device.add(list(range(length)))
+        device.run()
+        assert second.cached_tokens == (length - 1) // page_size * page_size
+        device.check_outputs()
+
+
+def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
+    device = PaperDevice(num_pages=100, page_size=4, chunk=64)
+    shared = list(range(40))
+    requests = [device.add([*shared, 50 + i, 60 + i]) for i in range(4)]
+    plan = device.step()
+    assert plan is not None
+    assert [row.num_tokens for row in plan.extend] == [42, 2, 2, 2]
+    assert [request.cached_tokens for request in requests] == [0, 40, 40, 40]
+    device.run()
+    device.check_outputs()
+
+
+def test_a_prompt_under_way_skips_what_another_request_has_computed_meanwhile() -> None:
+    device = PaperDevice(num_pages=100, page_size=4, chunk=16)
+    shared = [t % VOCAB for t in range(80)]
+    first, second = device.add([*shared, 1]), device.add([*shared, 2])
+    device.run()
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == 80
+    device.check_outputs()
+
+
+def test_chunks_never_exceed_the_budget_and_at_most_one_prompt_is_partial() -> None:
+    for chunk in (1, 7, 16, 32):
+        device = PaperDevice(num_pages=400, page_size=4, chunk=chunk)
+        for i in range(6):
+            device.add([(i * 7 + t) % VOCAB for t in range(25 + chunk * (i % 2))])
+        while device.scheduler.has_work:
+            device.step()
+            partial = [r for r in device.scheduler.running if 0 < r.computed_len < r.prompt_len]
+            assert len(partial) <= 1
+        device.collect_all()
+        device.check_outputs()
+
+
+def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
+    device = PaperDevice(num_pages=100, page_size=4, chunk=8)
+    short = device.add([1, 2, 3], max_new_tokens=12)
+    device.step()
+    device.add([t % VOCAB for t in range(80)])
+    for _ in range(5):
+        plan = device.step()
+        assert plan is not None
+        assert [row.request for row in plan.decode] == [short]
+        assert plan.extend
+
+
+def test_first_come_is_first_served() -> None:
+    device = PaperDevice(num_pages=20, page_size=4, rows=2, chunk=8)
+    requests = [device.add([i, i + 1, i + 2, i + 3, i + 4], max_new_tokens=2) for i in range(10)]
+    order = []
+    while device.scheduler.has_work:
+        plan = device.step()
+        order += [row.request for row in plan.extend if row.request not in order] if plan else []
+    assert order == requests
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers_and_what_barely_fits_runs() -> None:
+    page_size, pages = 4, 10
+    for total in range((pages - 2) * page_size, pages * page_size + 3):
+        device = PaperDevice(num_pages=pages, page_size=page_size)
+        # The last sampled token's KV is never written, so one token more than the pool's slots fits.
+        if total <= pages * page_size + 1:
+            device.add([t % VOCAB for t in range(total - 5)], max_new_tokens=5)
+            device.run()
+            device.check_outputs()
+        else:
+            with pytest.raises(ValueError, match=rf"{pages + 1} KV pages of {page_size} tokens, the pool has {pages}"):
+                device.add([t % VOCAB for t in range(total - 5)], max_new_tokens=5)
+        small = device.add([1, 2, 3])
+        device.run()
+        assert small.state is RequestState.FINISHED
+        device.check_idle()
+
+
+def test_retraction_gives_pages_back_and_changes_no_output() -> None:
+    device = PaperDevice(num_pages=16, page_size=4, chunk=64, rows=8)
+    for i in range(6):
+        device.add([i * 3 + 1, 2, 3, 4, 5], max_new_tokens=30)
+    device.run()
+    assert device.scheduler.num_retractions > 0
+    device.check_outputs()
+    device.check_idle()
+
+
+def test_after_pressure_the_batch_grows_back() -> None:
+    device = PaperDevice(num_pages=40, page_size=4, chunk=64, rows=8)
+    for i in range(8):
+        device.add([i, 2, 3], max_new_tokens=40)
+    device.run()
+    assert device.scheduler.num_retractions > 0
+    device.batch_sizes.clear()
+    for i in range(8):
+        device.add([i, 7, 8], max_new_tokens=8)
+    device.run()
+    assert max(device.batch_sizes) == 8
+
+
+def test_cached_tokens_do_not_count_what_a_retracted_request_finds_of_its_own() -> None:
+    device = PaperDevice(num_pages=16, page_size=4, chunk=64, rows=8)
+    requests = [device.add([i * 3 + 1, 2, 3, 4, 5], max_new_tokens=30) for i in range(6)]
+    device.run()
+    assert any(request.num_retractions for request in requests)
+    assert all(request.cached_tokens == 0 for request in requests)
+
+
+@pytest.mark.parametrize("when", range(12))
+def test_abort_at_any_moment_leaks_nothing_and_disturbs_nobody(when: int) -> None:
+    device = PaperDevice(num_pages=60, page_size=4, chunk=8)
+    shared = list(range(20))
+    requests = [device.add([*shared, 30 + i], max_new_tokens=4) for i in range(4)]
+    for _ in range(when):
+        device.step()
+    device.abort(requests[1])
+    device.abort(requests[1])
+    device.check()
+    device.run()
+    assert requests[1].state is RequestState.FINISHED
+    device.check_outputs()
+    device.check_idle()
+
+
+def test_rows_that_stop_early_give_their_slot_and_pages_to_the_next() -> None:
+    prompt = [3, 1, 4, 1, 5]
+    stop = serial_output(prompt, 3, frozenset())[2]
+    device = PaperDevice(num_pages=30, page_size=4, rows=1)
+    requests = [device.add([*prompt], 50, frozenset({stop})) for _ in range(3)]
+    device.run()
+    assert all(request.output_ids == serial_output(prompt, 50, frozenset({stop})) for request in requests)
+    device.check_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("enabled", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_loads_on_a_tiny_pool_keep_every_answer_and_every_page(page_size: int, enabled: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    pages = -(-100 // page_size) + rng.randrange(4)
+    device = PaperDevice(
+        pages, page_size, rows=rng.choice([1, 3, 8]), chunk=rng.choice([1, 5, 16, 64]), enabled=enabled
+    )
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))]
+            stops = frozenset(rng.sample(range(VOCAB), rng.randrange(3)))
+            device.add(rng.choice(prefixes) + own, rng.randrange(1, 40), stops)
+        for _ in range(rng.randrange(6)):
+            device.step()
+            device.check()
+        if device.scheduler.running and rng.random() < 0.1:
+            device.abort(rng.choice(device.scheduler.running))
+        if device.scheduler.waiting and rng.random() < 0.1:
+            device.abort(rng.choice(device.scheduler.waiting))
+    device.run()
+    device.check_outputs()
+    device.check_idle()

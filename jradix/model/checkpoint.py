@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import huggingface_hub
 import numpy as np
+import numpy.typing as npt
 
 from jradix.model.checkpoint_error import CheckpointError
 from jradix.model.gguf_checkpoint import GGUFCheckpoint
@@ -44,8 +45,10 @@ class Checkpoint(Protocol):
         """Returns the shape of one tensor without reading it: ``[out, in]`` for a matrix."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
         """Returns one tensor in fresh memory of its own, in the dtype that is stored (float32 where quantised).
+
+        With ``dtype``, converted on the way: a quantised tensor then never exists whole in float32.
 
         Raises ``CheckpointError`` where the file cannot be read, or the dtype is no float of 16 bits or more.
         """
@@ -64,6 +67,10 @@ def open_checkpoint(model_path: str | os.PathLike[str], *, revision: str | None 
     Raises:
         CheckpointError: (a ``ValueError``) nothing is there, files are missing or corrupt, or of an unknown kind.
     """
+    if not os.fspath(model_path):
+        raise CheckpointError(
+            "model_path is empty: expected a directory, a GGUF file, or an id of the Hugging Face hub"
+        )
     path = Path(model_path).expanduser()
     if not path.exists():
         path = _download(model_path, revision)

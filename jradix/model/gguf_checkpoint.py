@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from jradix.model.checkpoint_error import CheckpointError
 from jradix.model.gguf_config import hf_config
@@ -84,9 +85,9 @@ class GGUFCheckpoint:
         source = self._sources[name]
         return source.tensor.shape if source.expert is None else source.tensor.shape[1:]
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
         source = self._sources[name]
-        array = self._file.read(source.tensor.name, source.expert)
+        array = self._file.read(source.tensor.name, source.expert, dtype)
         return array if source.num_rope_heads is None else rope_halves(array, source.num_rope_heads)
 
     def _map(self, tensor: GGUFTensor) -> dict[str, _Source]:

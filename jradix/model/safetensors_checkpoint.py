@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy, as which safetensors returns BF16
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from jradix.model.checkpoint_error import CheckpointError
@@ -66,15 +67,16 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name][1].get_slice(name).get_shape())
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
         path, file = self._files[name]
-        dtype = file.get_slice(name).get_dtype()
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: expected {name} in one of {_DTYPES}, found {dtype}")
+        stored = file.get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise CheckpointError(f"{path}: expected {name} in one of {_DTYPES}, found {stored}")
         try:
-            return file.get_tensor(name)
+            array: np.ndarray = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+        return array if dtype is None else array.astype(dtype, copy=False)
 
 
 def _open(path: Path) -> Any:

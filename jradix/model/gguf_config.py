@@ -70,15 +70,15 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 def _check_kind(file: GGUFFile) -> None:
     kind = file.metadata.get("general.type", "model")
-    if kind != "model":
+    if not isinstance(kind, str) or kind != "model":
         raise CheckpointError(f"{file.path}: expected a model (general.type), found {kind!r}")
     num_parts = file.metadata.get("split.count", 1)
-    if num_parts > 1:
+    if not isinstance(num_parts, int) or num_parts > 1:
         raise CheckpointError(
-            f"{file.path}: is one of {num_parts} parts (split.count); join them with llama-gguf-split --merge"
+            f"{file.path}: is one of {num_parts!r} parts (split.count); join them with llama-gguf-split --merge"
         )
     arch = file.metadata.get("general.architecture")
-    if arch not in _ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
         raise CheckpointError(f"{file.path}: expected general.architecture among {SUPPORTED}, found {arch!r}")
 
 
@@ -89,7 +89,7 @@ def _dtype_name(type_: GGMLQuantizationType) -> str:
 
 
 def _arch_fields(file: GGUFFile, arch: str, keys: ArchMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    window = keys.take("attention.sliding_window", 0)
+    window = keys.integer("attention.sliding_window", 0, low=0)
     fields: dict[str, Any] = {}
     if arch == "llama":
         # Mistral's files carry llama's name; a window is what tells it apart.
@@ -129,7 +129,7 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     for field, names in _TOKEN_IDS.items():
         found = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-        distinct = list(dict.fromkeys(token_id for token_id in found if token_id is not None))
+        distinct = list(dict.fromkeys(token_id for token_id in found if isinstance(token_id, int)))
         if distinct:
             ids[field] = distinct[0] if len(distinct) == 1 else distinct
     return ids

@@ -52,13 +52,15 @@ class ArchMetadata:
             raise CheckpointError(f"{self._path}: expected metadata {self._prefix}{key}, found none")
         return value
 
-    def integer(self, key: str, default: Any = ...) -> int:
-        """One positive integer. A list with one value a layer will do where all layers agree."""
+    def integer(self, key: str, default: Any = ..., *, low: int = 1) -> int:
+        """One integer, at least ``low``. A list with one value a layer will do where all layers agree."""
         value = self.take(key, default)
         if isinstance(value, np.ndarray) and len(set(value.tolist())) == 1:
             value = value[0].item()
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self._path}: expected one integer >= 1 as {self._prefix}{key}, found {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise CheckpointError(
+                f"{self._path}: expected one integer >= {low} as {self._prefix}{key}, found {value!r}"
+            )
         return value
 
     def number(self, key: str, default: Any = ...) -> float:
@@ -69,7 +71,8 @@ class ArchMetadata:
 
     def expect(self, key: str, *supported: float) -> None:
         value = self.take(key, supported[0])
-        if not any(math.isclose(value, number, rel_tol=1e-6) for number in supported):
+        is_number = isinstance(value, int | float)
+        if not (is_number and any(math.isclose(value, number, rel_tol=1e-6) for number in supported)):
             raise CheckpointError(
                 f"{self._path}: {self._prefix}{key} = {value} changes the computation in a way jradix does not "
                 f"support; expected {supported[0]}"
@@ -77,8 +80,9 @@ class ArchMetadata:
 
     def refuse_the_rest(self) -> None:
         for key in sorted(self._values.keys() - self._taken):
-            if self._values[key] not in _HARMLESS.get(key, ()):
+            value = self._values[key]
+            if isinstance(value, np.ndarray | list) or value not in _HARMLESS.get(key, ()):
                 raise CheckpointError(
-                    f"{self._path}: metadata {self._prefix}{key} = {self._values[key]!r} may change the computation "
+                    f"{self._path}: metadata {self._prefix}{key} = {value!r} may change the computation "
                     "and jradix does not support it"
                 )

@@ -19,6 +19,10 @@ _FACTOR_TOLERANCE = 1e-5
 
 
 def rope_parameters(file: GGUFFile, keys: ArchMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``rope_type``, ``rope_theta`` and what the type needs; ``config`` gives ``head_dim`` and the context.
+
+    Raises ``CheckpointError`` for a scaling that jradix does not know, or two at once.
+    """
     arch, head_dim = file.metadata["general.architecture"], config["head_dim"]
     theta = float(keys.number("rope.freq_base", 10000.0))
     rotary_dim = keys.integer("rope.dimension_count", head_dim)
@@ -44,22 +48,22 @@ def rope_parameters(file: GGUFFile, keys: ArchMetadata, config: dict[str, Any]) 
 
 
 def _scaling_from_metadata(file: GGUFFile, keys: ArchMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    old_factor = keys.take("rope.scale_linear", 1.0)  # written before 2023-10
-    factor = keys.take("rope.scaling.factor", old_factor) or 1.0
+    old_factor = keys.number("rope.scale_linear", 1.0)  # how linear scaling was written before there was a type
+    factor = keys.number("rope.scaling.factor", old_factor)
     kind = keys.take("rope.scaling.type", "linear")
-    original = keys.take("rope.scaling.original_context_length", config["max_position_embeddings"])
-    attention_factor = keys.take("rope.scaling.attn_factor", 1.0)
+    original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
+    attention_factor = keys.number("rope.scaling.attn_factor", 1.0)
     ramp = {
-        f"beta_{speed}": beta
+        f"beta_{speed}": keys.number(key)
         for speed in ("fast", "slow")
-        if (beta := keys.take(f"rope.scaling.yarn_beta_{speed}", None)) is not None
+        if keys.take(key := f"rope.scaling.yarn_beta_{speed}", None) is not None
     }
-    if kind == "yarn":
+    if isinstance(kind, str) and kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **ramp}
         if attention_factor != 1.0:  # a multiple of yarn's own 0.1 ln(factor) + 1, which is the default here and there
             scaling["attention_factor"] = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
         return scaling
-    if kind not in ("none", "linear", "longrope"):
+    if not isinstance(kind, str) or kind not in ("none", "linear", "longrope"):
         raise CheckpointError(f"{file.path}: rope.scaling.type = {kind!r} is not supported; linear, yarn, longrope are")
     if attention_factor != 1.0 and not any(name in file.tensors for name in _LONGROPE_TENSORS):
         raise CheckpointError(

@@ -11,7 +11,7 @@ import pytest
 from jradix.model.checkpoint_error import CheckpointError
 from jradix.model.gguf_config import hf_config
 from jradix.model.gguf_file import GGUFFile
-from tests.model.gguf_writing import HEAD_DIM, HIDDEN, VOCAB, write_gguf
+from tests.model.gguf_writing import COMMON_METADATA, HEAD_DIM, HIDDEN, VOCAB, write_gguf
 
 EMBEDDING = {"token_embd.weight": np.ones((VOCAB, HIDDEN), np.float32)}
 MOE = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 48}
@@ -94,6 +94,28 @@ def test_metadata_that_changes_the_computation_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"m\.gguf: .*{key}"):
         config_of(tmp_path, metadata=metadata)
+
+
+@pytest.mark.parametrize("value", ["text", [1, 2], ["a", "b"], 0, 0.0, -1.5, math.nan, True], ids=repr)
+def test_metadata_of_a_wrong_kind_is_refused_by_name_or_changes_nothing(tmp_path: Path, value: Any) -> None:
+    keys = [*COMMON_METADATA, "attention.key_length", "attention.value_length", "attention.scale", "vocab_size"]
+    keys += ["attention.sliding_window", "rope.dimension_count", "rope.scale_linear", "expert_count", "logit_scale"]
+    keys += [f"rope.scaling.{key}" for key in ("type", "factor", "original_context_length", "attn_factor")]
+    keys += [f"rope.scaling.{key}" for key in ("yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "finetuned")]
+    base = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+    expected = config_of(tmp_path, metadata=base)
+    for key in keys:
+        try:
+            assert config_of(tmp_path, metadata=base | {key: value}) == expected, key
+        except CheckpointError as error:
+            message = str(error)
+            assert key in message or ".attention." in message, key
+    general = ("general.type", "split.count", "tokenizer.ggml.eos_token_id")
+    for key in general:
+        try:
+            config_of(tmp_path, general={key: value})
+        except CheckpointError as error:
+            assert key in str(error)  # noqa: PT017
 
 
 def test_metadata_that_changes_nothing_is_accepted(tmp_path: Path) -> None:

@@ -59,12 +59,12 @@ def build(config: EngineConfig) -> Parts:
         config.max_running_requests,
         strict=config.strict_compile,
     )
-    eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_ids)
+    eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_token_ids)
     return Parts(model_config, tokenizer, runner, layout, buckets, context_length, eos_ids)
 
 
 def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_positions
+    limit = model_config.max_position_embeddings
     if config.context_length is not None and config.context_length > limit:
         raise ValueError(f"context_length must be at most {limit}, the model's limit, got {config.context_length}")
     return config.context_length or limit
@@ -83,7 +83,7 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
 
 def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int) -> KVLayout:
     shape = {
-        "layers": model_config.num_layers,
+        "layers": model_config.layers,
         "page_size": config.page_size,
         "kv_heads": model_config.kv_heads,
         "head_dim": model_config.head_dim,

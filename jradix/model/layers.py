@@ -1,0 +1,105 @@
+"""The parts of a decoder block: norm, linear map, attention, gated MLP."""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jradix.model.attention import AttentionInputs, paged_attention
+from jradix.model.config import ModelConfig
+from jradix.model.rope import rotate
+
+
+class MakeLayerParameter(Protocol):
+    """Gives a parameter of the layer, or stack of layers, that is being built; `shape` is that of one layer."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array: ...
+
+
+def rms_norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
+    """`x` scaled to mean square 1 over its last axis, times `weight`; computed in float32, typed like `x`."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
+    """`x` `[rows, *in]` times `weight` `[*out, *in]`, plus `bias` `[*out]`: float32 `[rows, *out]`.
+
+    Weights are `[out, in]` because XLA's CPU matmul of a few bfloat16 rows reads them twice as fast that way.
+    A bfloat16 matmul of a single row misses its fast kernels there (128 ms instead of 14 for 576 x 49152), so a
+    lone row goes in twice. Float32 weights are multiplied in full float32 also on TPU and GPU.
+    """
+    rows, in_axes = x.shape[0], x.ndim - 1
+    if rows == 1 and x.dtype != jnp.float32:
+        x = jnp.broadcast_to(x, (2, *x.shape[1:]))
+    contract = (tuple(range(1, x.ndim)), tuple(range(weight.ndim - in_axes, weight.ndim)))
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    out = jax.lax.dot_general(x, weight, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)[
+        :rows
+    ]
+    return out if bias is None else out + bias[...].astype(jnp.float32)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """`silu(gate) * up` of float32 `[rows, 2, mlp]` (Shazeer, "GLU variants improve transformer", 2020)."""
+    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the KV pool.
+
+    Parameters:
+        qkv: `[kv_heads, group + 2, head_dim, hidden]`, for each KV head its query heads, then its K, then its V: one
+            matmul, and a shard of KV heads holds all that belongs to them.
+        o: `[hidden, kv_heads, group, head_dim]`.
+        q_norm, k_norm: `[head_dim]`, in families that normalise queries and keys.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, make: MakeLayerParameter) -> None:
+        group = config.q_heads // config.kv_heads
+        heads = (config.kv_heads, group + 2, config.head_dim)
+        self.window, self.eps = window, config.rms_norm_eps
+        self.qkv = nnx.Param(make("qkv", (*heads, config.hidden_size)))
+        self.qkv_bias = nnx.Param(make("qkv_bias", heads)) if config.qkv_bias else None
+        self.q_norm = nnx.Param(make("q_norm", (config.head_dim,))) if config.qk_norm else None
+        self.k_norm = nnx.Param(make("k_norm", (config.head_dim,))) if config.qk_norm else None
+        self.o = nnx.Param(make("o", (config.hidden_size, config.kv_heads, group, config.head_dim)))
+        self.o_bias = nnx.Param(make("o_bias", (config.hidden_size,))) if config.o_bias else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        pool: jax.Array,
+        inputs: AttentionInputs,
+        layer: jax.Array | int,
+        rope: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x` `[tokens, hidden]` -> float32 `[tokens, hidden]` and the pool with the new keys and values."""
+        qkv = linear(x, self.qkv[...], self.qkv_bias)  # [tokens, kv_heads, group + 2, head_dim]
+        q, keys, values = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, keys = rms_norm(q, self.q_norm, self.eps), rms_norm(keys, self.k_norm, self.eps)
+        q, keys = rotate(q, rope), rotate(keys, rope)
+        tokens, kv_heads, group, head_dim = q.shape
+        q = q.reshape(tokens, kv_heads * group, head_dim)
+        q, keys, values = (a.astype(x.dtype) for a in (q, keys, values))
+        out, pool = paged_attention(pool, q, keys, values, inputs, layer, scale=head_dim**-0.5, window=self.window)
+        return linear(out.reshape(tokens, kv_heads, group, head_dim), self.o[...], self.o_bias), pool
+
+
+class Mlp(nnx.Module):
+    """The gated MLP of a dense layer: `gate_up` `[2, mlp, hidden]`, `down` `[hidden, mlp]`."""
+
+    def __init__(self, config: ModelConfig, make: MakeLayerParameter) -> None:
+        hidden, mlp = config.hidden_size, config.mlp_size
+        self.gate_up = nnx.Param(make("gate_up", (2, mlp, hidden)))
+        self.gate_up_bias = nnx.Param(make("gate_up_bias", (2, mlp))) if config.mlp_bias else None
+        self.down = nnx.Param(make("down", (hidden, mlp)))
+        self.down_bias = nnx.Param(make("down_bias", (hidden,))) if config.mlp_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` `[tokens, hidden]` -> float32 `[tokens, hidden]`."""
+        inner = swiglu(linear(x, self.gate_up[...], self.gate_up_bias)).astype(x.dtype)
+        return linear(inner, self.down[...], self.down_bias)

@@ -15,7 +15,7 @@ jitted_sample = jax.jit(sample, static_argnames="greedy_only")
 draw = partial(jitted_sample, greedy_only=False)
 
 
-def arrays(rows: int, suppress: tuple[int, ...] = (), **given: Any) -> SamplingArrays:
+def arrays(rows: int, suppress: Any = (), **given: Any) -> SamplingArrays:
     """Parameters of `rows` rows; scalars are repeated, and seeds count up unless given."""
     values = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": np.arange(rows), "position": 0}
     dtypes = {"top_k": jnp.int32, "seed": jnp.uint32, "position": jnp.int32}
@@ -92,7 +92,7 @@ def test_frequencies_agree_with_the_sorting_oracle(kind, filters):
         assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 64, 65, 2049, 5000])
+@pytest.mark.parametrize("vocab", [1, 65, 5000])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_every_draw_lies_in_the_kept_prefix_at_any_vocabulary_size(vocab, filters):
     rng = np.random.default_rng(vocab)
@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_its_place_its_neighbours_or_their_number(vocab
     assert len(set(together.tolist())) > 20
     order = np.random.default_rng(1).permutation(48)
     assert (np.asarray(draw(logits[order], take(params, order))) == together[order]).all()
-    for size in (1, 2, 3, 16):
+    for size in (1, 3, 16):
         parts = [list(range(first, first + size)) for first in range(0, 48, size)]
         alone = [np.asarray(draw(logits[jnp.asarray(part)], take(params, part))) for part in parts]
         assert (np.concatenate(alone) == together).all(), size
@@ -184,7 +184,7 @@ def test_log_probabilities_are_bit_equal_in_any_batch_and_agree_with_float64(voc
     ids = draw(logits, params)
     jitted = jax.jit(token_logprobs)
     together = np.asarray(jitted(logits, ids))
-    for size in (1, 2, 3, 16):
+    for size in (1, 3, 16):
         parts = [slice(first, first + size) for first in range(0, 48, size)]
         alone = np.concatenate([np.asarray(jitted(logits[part], ids[part])) for part in parts])
         assert (alone.view(np.int32) == together.view(np.int32)).all(), size

@@ -17,7 +17,14 @@ How it is drawn. By inverse CDF with one uniform number a row, made from (seed, 
 generator: never from the row's place or its neighbours. A row's token is therefore the same in any batch and after a
 retraction. Gumbel noise, the usual alternative, costs one random number a token of the vocabulary.
 
-Median milliseconds on two CPU cores, 16 rows, vocabulary 49152: MEASURED
+Milliseconds on two busy CPU cores, 16 rows, vocabulary 49152 (best of 25):
+
+    all rows greedy (``greedy_only``)               1.3
+    no filter                                       3.2
+    top_k 50, or top_p 0.95 of peaked logits        3.5    the kept prefix lies in the head
+    top_p 0.95 or top_k 500 of flat logits         17-19   bisection
+    Gumbel noise and argmax, without any filter    25
+    a sort                                        131
 """
 
 from collections.abc import Callable, Sequence

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from jradix.cache.eviction import EvictionQueue
+from jradix.cache.eviction import POLICIES, EvictionQueue, HeapQueue, Policy
 from jradix.cache.invariants import CacheInvariantError, find_violations
 from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root
+from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
 
 TokenIds = npt.NDArray[np.integer] | Sequence[int]
@@ -33,12 +34,13 @@ class Match:
 class Lock:
     """A request's hold on a prefix. It stays valid through splits, and `insert` extends it; only `unlock` ends it."""
 
-    __slots__ = ("namespace", "node", "time", "uncounted")
+    __slots__ = ("namespace", "node", "priority", "time", "uncounted")
 
-    def __init__(self, node: Node, namespace: Hashable, time: int, uncounted: Match | None) -> None:
+    def __init__(self, node: Node, namespace: Hashable, time: int, priority: int, uncounted: Match | None) -> None:
         self.node: Node | None = node  # the prefix ends where this node ends; None once unlocked
         self.namespace = namespace
         self.time = time  # of the last use of the prefix through this handle
+        self.priority = priority
         self.uncounted = uncounted  # what the statistics do not know yet
 
     @property
@@ -70,13 +72,19 @@ class PrefixCache:
     it, and a hit on the head of a node does not refresh the node's tail, because `lock` splits it there.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, eviction_policy: str = "lru", enabled: bool = True) -> None:
-        """`num_pages` usable pages with ids 1..num_pages. `enabled=False`: nothing is ever cached."""
+    def __init__(
+        self, num_pages: int, page_size: int, *, eviction_policy: str | Policy = "lru", enabled: bool = True
+    ) -> None:
+        """`num_pages` usable pages with ids 1..num_pages. `enabled=False`: nothing is ever cached.
+
+        eviction_policy: a name (`POLICIES`, or "adaptive", see reuse.py), or a sort key such as `TailLRU`.
+        """
         self.page_size = page_size
         self.enabled = enabled
         self._pages = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
-        self._queue = EvictionQueue(eviction_policy)
+        self._queue = make_queue(eviction_policy, num_pages, page_size)
+        self._learner = self._queue if isinstance(self._queue, ReuseQueue) else None
         self.statistics = CacheStatistics()
         self._num_protected = 0
         self._num_locks = 0
@@ -114,18 +122,19 @@ class PrefixCache:
         pages = as_page_ids(b"".join(passed))
         return Match(num_tokens, pages, namespace, len(token_ids), node if num_tokens else None)
 
-    def lock(self, match: Match, *, recomputation: bool = False) -> Lock:
+    def lock(self, match: Match, *, priority: int = 0, recomputation: bool = False) -> Lock:
         """Protect the matched prefix from eviction until `unlock`, and count it as used now.
 
         Lock before counting what is evictable. Raises StaleMatchError, changing nothing, if some of the matched pages
         have been evicted or flushed since the match. The request enters the statistics at its first `insert`, unless
-        it is a `recomputation`: one that was retracted and would count twice.
+        it is a `recomputation`: one that was retracted and would count twice. `priority`: for the policy of that name;
+        a page keeps the highest of the requests that used it.
         """
         node = self._end_node(match)
-        self._clock += 1
+        self._tick()
         self._num_locks += 1
-        self._protect(node, None)
-        return Lock(node, match.namespace, self._clock, None if recomputation else match)
+        self._protect(node, None, priority)
+        return Lock(node, match.namespace, self._clock, priority, None if recomputation else match)
 
     def unlock(self, lock: Lock) -> None:
         """End the protection. Pages without another lock become evictable; none is freed. AssertionError if repeated.
@@ -139,8 +148,12 @@ class PrefixCache:
         node: Node | None = end
         while node is not None:
             node.ref_count -= 1
+            if node.reach < end.end:  # noqa: PLR1730 - max() would double the loop's time
+                node.reach = end.end
             if not node.ref_count:
                 self._num_protected -= node.num_pages
+                if self._learner is not None and node.parent is not None:
+                    self._learner.idle(node)
             # Recency is brought up to date here, once for all inserts under this lock: while it was held it did not
             # matter, and to touch the whole path in each insert would make a chunked prefill quadratic.
             if node.last_access < lock.time:  # noqa: PLR1730 - max() would double the loop's time
@@ -192,8 +205,7 @@ class PrefixCache:
         node, num_matched, passed = self._tree.walk(top, tokens)
         if start + num_matched < node.end:
             node = self._tree.split(node, start + num_matched)
-        self._clock += 1
-        lock.time = self._clock
+        lock.time = self._tick()
         if passed:
             num_shared = num_matched // self.page_size
             self._pages.give_back(own[:num_shared])
@@ -203,7 +215,9 @@ class PrefixCache:
             self._pages.adopt(new)
             self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size
             node = self._tree.add_leaf(node, tokens[num_matched * TOKEN_BYTES :], new.tobytes(), self._clock)
-        self._protect(node, top)
+            if self._learner is not None:
+                self._recall(node)
+        self._protect(node, top, lock.priority)
         lock.node = node
         return Insert(table, end)
 
@@ -260,15 +274,34 @@ class PrefixCache:
             raise StaleMatchError("pages of this match have been evicted since: match again, then lock")
         return node if node.end == match.num_tokens else self._tree.split(node, match.num_tokens)
 
-    def _protect(self, node: Node | None, top: Node | None) -> None:
+    def _tick(self) -> int:
+        self._clock += 1
+        if self._learner is not None:
+            self._learner.tick(self._clock)
+        return self._clock
+
+    def _recall(self, leaf: Node) -> None:
+        """Give those pages of a new leaf that had been evicted, always the first ones, their number of uses back."""
+        assert self._learner is not None
+        num_pages, uses = self._learner.returned(leaf.tokens, self._clock)
+        if num_pages:
+            whole = num_pages == leaf.num_pages
+            known = leaf if whole else self._tree.split(leaf, leaf.start + num_pages * self.page_size)
+            known.uses = uses
+
+    def _protect(self, node: Node | None, top: Node | None, priority: int) -> None:
         """Add a lock to the nodes from `node` up to, not including, `top`."""
         while node is not top:
             assert node is not None, "the lock's node is not above the node to protect"
             if not node.ref_count:
                 self._num_protected += node.num_pages
                 self._queue.discard(node)
+                if self._learner is not None and node.last_access < self._clock and node.parent is not None:
+                    self._learner.reused(node, self._clock)
             node.ref_count += 1
             node.uses += 1
+            if node.priority < priority:  # noqa: PLR1730 - max() would double the loop's time
+                node.priority = priority
             node = node.parent
 
     def _offer(self, node: Node) -> None:
@@ -285,11 +318,14 @@ class PrefixCache:
         while num_pages > 0:
             leaf = self._queue.first()
             counters = self._counters(leaf)
+            num_gone = min(num_pages, leaf.num_pages)
+            counters.evicted_tokens += num_gone * self.page_size
+            if self._learner is not None:
+                gone = leaf.tokens[-num_gone * self._tree.page_bytes :]
+                self._learner.evicted(gone, leaf.uses, leaf.last_access)
             if leaf.num_pages > num_pages:
                 freed.append(self._tree.trim(leaf, num_pages))
-                counters.evicted_tokens += num_pages * self.page_size
                 break
-            counters.evicted_tokens += leaf.num_pages * self.page_size
             self._queue.discard(leaf)
             freed.append(leaf.pages)
             num_pages -= leaf.num_pages
@@ -325,6 +361,17 @@ class PrefixCache:
             freed.append(node.pages)
             node.parent = node.children = None
         return freed
+
+
+def make_queue(policy: str | Policy, num_pages: int, page_size: int) -> EvictionQueue:
+    if policy == "adaptive":
+        return ReuseQueue(num_pages, page_size)
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            known = ", ".join(sorted([*POLICIES, "adaptive"]))
+            raise ValueError(f"unknown eviction_policy {policy!r}: choose one of {known}")
+        policy = POLICIES[policy]
+    return HeapQueue(policy)
 
 
 def as_page_ids(page_bytes: bytes) -> PageIds:

@@ -26,6 +26,8 @@ class Node:
         "last_access",
         "pages",
         "parent",
+        "priority",
+        "reach",
         "ref_count",
         "root",
         "ticket",
@@ -44,6 +46,8 @@ class Node:
         self.last_access = now
         self.created = now
         self.uses = 0  # how often it was locked, its insertion counted as the first time
+        self.priority = 0  # the highest of the requests that used it
+        self.reach = end  # the longest a path through this node has been, in tokens; eviction does not lower it
         self.ticket = 0  # its valid entry in the eviction queue; 0: none
 
     @property
@@ -127,6 +131,7 @@ class RadixTree:
         head, tail = node.tokens[: cut * self.page_bytes], node.tokens[cut * self.page_bytes :]
         upper = Node(parent, head, node.pages[: cut * TOKEN_BYTES], end, node.last_access)
         upper.created, upper.uses, upper.ref_count = node.created, node.uses, node.ref_count
+        upper.priority, upper.reach = node.priority, node.reach
         self._file(parent, upper)
         node.tokens, node.pages, node.parent = tail, node.pages[cut * TOKEN_BYTES :], upper
         self._file(upper, node)

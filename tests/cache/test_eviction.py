@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jradix.cache import PrefixCache
-from jradix.cache.eviction import EvictionQueue
+from jradix.cache.eviction import POLICIES, HeapQueue, Policy, TailLRU
 from jradix.cache.radix import Node
 
 
-def cache_prompt(cache: PrefixCache, tokens: list[int]) -> None:
+def cache_prompt(cache: PrefixCache, tokens: list[int], priority: int = 0) -> None:
     match = cache.match(tokens[:-1])
-    lock = cache.lock(match)
+    lock = cache.lock(match, priority=priority)
     new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
     assert new is not None
     done = cache.insert(tokens, np.concatenate([match.pages, new]), lock)
@@ -64,6 +64,59 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert [hit_tokens(cache, [i, i]) for i in (1, 2, 3)] == [2, 0, 2]
     squeeze(cache, 2)
     assert [hit_tokens(cache, [i, i]) for i in (1, 2, 3)] == [2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("lru", [3, 4, 1, 2, 5]),
+        ("mru", [5, 2, 1, 4, 3]),
+        ("fifo", [1, 2, 3, 4, 5]),
+        ("filo", [5, 4, 3, 2, 1]),
+        ("lfu", [3, 4, 5, 2, 1]),
+        ("slru", [3, 4, 2, 5, 1]),
+        ("priority", [3, 1, 2, 5, 4]),
+        (lambda node: -node.uses, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_each_policy_evicts_in_its_own_order(policy: str | Policy, order: list[int]) -> None:
+    """1 is used three times, 2 twice, 4 has the higher priority, 5 is the newest."""
+    cache = PrefixCache(5, 1, eviction_policy=policy)
+    for prompt in (1, 2, 3, 4):
+        cache_prompt(cache, [prompt], priority=7 if prompt == 4 else 0)
+    for prompt in (1, 1, 2):
+        cache.unlock(cache.lock(cache.match([prompt])))
+    cache_prompt(cache, [5])
+    evicted: list[int] = []
+    for _ in range(5):
+        cache.check()
+        squeeze(cache, 1)
+        evicted += [prompt for prompt in range(1, 6) if not hit_tokens(cache, [prompt]) and prompt not in evicted]
+    assert evicted == order
+
+
+def test_a_shared_prefix_keeps_the_highest_priority() -> None:
+    cache = PrefixCache(6, 1, eviction_policy="priority")
+    cache_prompt(cache, [1, 2], priority=5)
+    cache_prompt(cache, [1, 3], priority=1)
+    cache_prompt(cache, [4], priority=2)
+    squeeze(cache, 1)
+    assert [hit_tokens(cache, [1, 2]), hit_tokens(cache, [1, 3]), hit_tokens(cache, [4])] == [2, 1, 1]
+    squeeze(cache, 1)
+    assert [hit_tokens(cache, [1, 2]), hit_tokens(cache, [4])] == [2, 0]
+
+
+def test_tail_lru_first_gives_up_what_no_latency_target_needs() -> None:
+    """Of 8 tokens the last 4 may be computed again; 2 are expected on top: tokens from 8 + 2 - 4 = 6 on go first."""
+    cache = PrefixCache(12, 1, eviction_policy=TailLRU(uncached_len=4, next_prompt_len=2))
+    other, chat = [1] * 3, [5] * 8
+    cache_prompt(cache, other)
+    cache_prompt(cache, chat[:6])
+    cache_prompt(cache, chat)
+    squeeze(cache, 2)
+    assert (hit_tokens(cache, other), hit_tokens(cache, chat)) == (3, 6), "though the tail is the most recent"
+    squeeze(cache, 1)
+    assert (hit_tokens(cache, other), hit_tokens(cache, chat)) == (2, 6), "plain LRU; the bar stays where it was"
 
 
 def test_looking_up_does_not_count_as_use() -> None:
@@ -136,12 +189,13 @@ def test_stale_entries_of_the_queue_are_swept() -> None:
     cache_prompt(cache, [1, 2, 3])
     for _ in range(10_000):
         cache.unlock(cache.lock(cache.match([1, 2, 3])))
+    assert isinstance(cache._queue, HeapQueue)
     assert len(cache._queue._heap) < 100
     cache.check()
 
 
 def test_a_queue_takes_in_order_and_forgets_what_was_discarded() -> None:
-    queue = EvictionQueue("lru")
+    queue = HeapQueue(POLICIES["lru"])
     nodes = [Node(None, b"", b"", 0, now) for now in (5, 3, 9, 1)]
     for node in nodes:
         queue.add(node)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from jradix.cache import Lock, PrefixCache
+from jradix.cache.eviction import POLICIES
 
 NUM_OPERATIONS = int(os.environ.get("JRADIX_RANDOM_OPERATIONS", "4000"))
 Prefix = tuple[Hashable, tuple[int, ...]]  # namespace and tokens, whole pages
@@ -93,6 +94,17 @@ class PageModel:
             ends = [prefix for prefix, cached in self.pages.items() if not cached.num_locks and prefix not in inner]
             del self.pages[min(ends, key=lambda prefix: self.pages[prefix].last_used)]
 
+    def forget(self, num_pages: int, cache: PrefixCache) -> None:
+        """Another policy than LRU has evicted: believe it, as far as it took unlocked pages, and that many."""
+        gone = [
+            (namespace, tokens)
+            for namespace, tokens in self.pages
+            if cache.match(list(tokens), namespace).num_tokens < len(tokens)
+        ]
+        assert len(gone) == num_pages
+        for prefix in gone:
+            assert not self.pages.pop(prefix).num_locks
+
     def flush(self) -> int:
         gone = [prefix for prefix, cached in self.pages.items() if not cached.num_locks]
         for prefix in gone:
@@ -113,8 +125,9 @@ class Request:
 class Pair:
     """The cache and the model, driven side by side and compared after every operation."""
 
-    def __init__(self, page_size: int, num_pages: int) -> None:
-        self.cache = PrefixCache(num_pages, page_size)
+    def __init__(self, page_size: int, num_pages: int, policy: str = "lru") -> None:
+        self.cache = PrefixCache(num_pages, page_size, eviction_policy=policy)
+        self.policy = policy
         self.model = PageModel(page_size)
         self.running: list[Request] = []
 
@@ -134,7 +147,10 @@ class Pair:
             cache.unlock(lock)
             model.unlock(namespace, tokens, model_lock)
         else:
-            model.evict(max(0, need - num_free))
+            if self.policy == "lru":
+                model.evict(max(0, need - num_free))
+            else:
+                model.forget(max(0, need - num_free), cache)
             table = [*match.pages.tolist(), *new.tolist()]
             self.running.append(Request(namespace, tokens, lock, model_lock, table, match.num_tokens))
         self.compare()
@@ -252,12 +268,21 @@ TestCacheAgainstModel.settings = settings(
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_a_long_random_run_agrees_with_the_model(page_size: int) -> None:
+    run_at_random(page_size, "lru", NUM_OPERATIONS // 4)
+
+
+@pytest.mark.parametrize("policy", [*sorted(set(POLICIES) - {"lru"}), "adaptive"])
+def test_every_policy_evicts_unlocked_pages_only_and_as_many_as_needed(policy: str) -> None:
+    run_at_random(3, policy, NUM_OPERATIONS // 8)
+
+
+def run_at_random(page_size: int, policy: str, num_operations: int) -> None:
     rng = random.Random(page_size)
-    pair = Pair(page_size, 24)
-    for step in range(NUM_OPERATIONS // 4):
-        if step % 2_000 == 1_999:  # now and then another pool, from tiny to roomy
+    pair = Pair(page_size, 24, policy)
+    for step in range(num_operations):
+        if step % 500 == 499:  # now and then another pool, from tiny to roomy
             pair.finish_all()
-            pair = Pair(page_size, rng.choice([2, 5, 12, 24, 60]))
+            pair = Pair(page_size, rng.choice([2, 5, 12, 24, 60]), policy)
         kind = rng.random()
         if kind < 0.4 or not pair.running:
             variants = rng.choices((0, 1, 2), (5, 1, 1), k=rng.randrange(9))

@@ -1,0 +1,230 @@
+"""The adaptive eviction policy: learns how long pages wait for their next use, and keeps those worth the space.
+
+Pages are put in classes by how often they were used so far. For each class the policy keeps a histogram of *reuse
+times*: how long an idle page waited until it was used again, also when it had been evicted meanwhile, which a table of
+ghosts remembers. The worth of a page idle for time `a` is the best rate of hits per page and time that waiting can
+earn,
+
+    worth(a) = max over t > a of  P(reused in (a, t]) / E[time kept in (a, t]],
+
+the Gittins index of the problem "when to give up waiting", and close to the hit density of LHD (Beckmann et al.,
+NSDI 2018). The leaf of least worth goes first. Where reuse gets less likely with age this is LRU within a class; where
+pages come back only after longer than the pool can hold them all, it keeps some of them for long and drops the rest at
+once, which LRU cannot. As long as nothing has been learned, it is LRU.
+"""
+
+from heapq import heapify, heappop, heappush
+from math import inf, log2
+
+import numpy as np
+import numpy.typing as npt
+
+from jradix.cache.radix import TOKEN_BYTES, Node
+
+# Pages used once, twice, ... and so on: the first use count of each class. Beyond a few uses the ratio matters.
+CLASS_STARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+NUM_CLASSES = len(CLASS_STARTS)
+MAX_USES = 255  # higher counts are not told apart
+BUCKETS_PER_OCTAVE = 4  # of reuse time
+NUM_BUCKETS = 24 * BUCKETS_PER_OCTAVE
+LEARN_EVERY = 256  # ticks of the clock between two updates of the worth tables
+MEMORY = 64  # updates after which old observations count 1/e
+
+NOTHING = (inf, 0)  # the rank of no leaf
+
+_BUCKET_STARTS = 2.0 ** (np.arange(NUM_BUCKETS + 1) / BUCKETS_PER_OCTAVE) - 1.0  # ticks
+
+
+_CLASSES = np.searchsorted(CLASS_STARTS, np.arange(MAX_USES + 1), side="right").clip(1) - 1  # by uses
+_CLASS_LIST = _CLASSES.tolist()
+
+
+def class_of(uses: int) -> int:
+    return _CLASS_LIST[uses] if uses < MAX_USES else NUM_CLASSES - 1
+
+
+def bucket_of(age: int) -> int:
+    """The histogram bucket of a reuse time in ticks."""
+    return min(int(log2(1 + age) * BUCKETS_PER_OCTAVE), NUM_BUCKETS - 1)
+
+
+def buckets_of(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.minimum(np.log2(1 + ages) * BUCKETS_PER_OCTAVE, NUM_BUCKETS - 1).astype(np.int64)
+
+
+class ReuseTimes:
+    """Histograms of reuse times by class, and the worth tables computed from them."""
+
+    def __init__(self) -> None:
+        self.started = np.zeros(NUM_CLASSES)  # idle intervals begun, in pages
+        self.reused = np.zeros((NUM_CLASSES, NUM_BUCKETS))  # of those, ended by a use, by their length
+        self.worth = [[0.0] * NUM_BUCKETS for _ in range(NUM_CLASSES)]  # hits per page and tick, by age
+
+    def learn(self) -> None:
+        """Recompute `worth`, and let old observations fade."""
+        for row in range(NUM_CLASSES):
+            if self.reused[row].any():
+                self.worth[row] = worth_by_age(self.started[row], self.reused[row])
+        fade = np.exp(-1 / MEMORY)
+        self.started *= fade
+        self.reused *= fade
+
+
+def worth_by_age(started: float, reused: npt.NDArray[np.float64]) -> list[float]:
+    """The best hits per page and tick for a page of each age, [buckets], see the top of this file.
+
+    started: idle intervals begun. reused: those ended by a use, by the bucket of their length, [buckets].
+    """
+    hits = np.concatenate([[0.0], np.cumsum(reused)])  # [buckets + 1], up to the start of each bucket
+    waiting = np.maximum(started - hits[:-1], 0.0)  # at the start of each bucket
+    time = np.concatenate([[0.0], np.cumsum(np.maximum(waiting - reused / 2, 1e-9) * np.diff(_BUCKET_STARTS))])
+    points = list(zip(time.tolist(), hits.tolist(), strict=True))
+    # The best slope from a point to any later one leads to the next corner of the concave hull of all later points,
+    # which a scan from the end keeps on a stack.
+    worth = [0.0] * NUM_BUCKETS
+    hull = [points[-1]]
+    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+        here = points[bucket]
+        while len(hull) > 1 and _slope(here, hull[-1]) <= _slope(hull[-1], hull[-2]):
+            hull.pop()
+        worth[bucket] = _slope(here, hull[-1])
+        hull.append(here)
+    return worth
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+class GhostTable:
+    """Remembers of evicted pages when they were last used and how often. A direct-mapped table of bounded size.
+
+    Of each run of pages evicted together only the first and the last are put in. A page is recognised by a hash of its
+    own tokens, not of its whole prefix: a mistake costs a wrong observation and never a wrong hit. Newer ghosts
+    overwrite older ones of the same slot.
+    """
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        num_bits = max(1, (num_slots - 1).bit_length())
+        self._shift = np.uint64(64 - num_bits)
+        self._tags = np.zeros(1 << num_bits, np.uint32)
+        self._records = np.zeros(1 << num_bits, np.int64)  # time of the last access * 256 + uses
+        self._factors = np.random.default_rng(0).integers(1, 2**63, page_size, np.uint64) | np.uint64(1)
+        self._page_bytes = page_size * TOKEN_BYTES
+
+    def put(self, tokens: bytes, uses: int, last_access: int) -> None:
+        """A run of pages has been evicted."""
+        slots, tags = self._locate(tokens[: self._page_bytes] + tokens[-self._page_bytes :])
+        self._tags[slots] = tags
+        self._records[slots] = last_access * 256 + min(uses, MAX_USES)
+
+    def take(self, tokens: bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Last access and uses of the leading pages of `tokens`, up to the last that is remembered."""
+        slots, tags = self._locate(tokens)
+        known = np.flatnonzero(self._tags[slots] == tags)
+        if not len(known):
+            return known, known
+        # A page between two remembered ones belongs to the run that ends at the second.
+        records = self._records[slots[known[np.searchsorted(known, np.arange(known[-1] + 1))]]]
+        self._tags[slots[known]] = 0
+        return records // 256, records % 256
+
+    def _locate(self, tokens: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+        """Slot and tag of each page, [pages]. The tag of an empty slot is 0."""
+        pages = np.frombuffer(tokens, np.int32).reshape(-1, len(self._factors)).astype(np.uint64)
+        hashes = pages @ self._factors
+        return hashes >> self._shift, hashes.astype(np.uint32) | np.uint32(1)
+
+
+class ReuseQueue:
+    """The candidates by class; each class can give its longest and its shortest idle leaf."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._times = ReuseTimes()
+        self._ghosts = GhostTable(8 * num_pages, page_size)
+        self._now = 0
+        self._learned_at = 0
+        self._last_ticket = 0
+        self._num_valid = 0
+        # Each leaf is in two heaps of its class: 2 * class holds the oldest first, 2 * class + 1 the newest. Removal is
+        # lazy, as in HeapQueue.
+        self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in range(2 * NUM_CLASSES)]
+        # The heap to evict from, and the rank of the best leaf elsewhere, until the clock advances.
+        self._choice: int | None = None
+        self._runner_up = NOTHING
+
+    def __len__(self) -> int:
+        return self._num_valid
+
+    def add(self, leaf: Node) -> None:
+        self._last_ticket = leaf.ticket = self._last_ticket + 1
+        self._num_valid += 1
+        oldest = 2 * class_of(leaf.uses)
+        heappush(self._heaps[oldest], (leaf.last_access, leaf.ticket, leaf))
+        heappush(self._heaps[oldest + 1], (-leaf.last_access, leaf.ticket, leaf))
+        if self._choice is not None and self._rank(leaf, oldest // 2) < self._runner_up:
+            self._choice = None
+
+    def discard(self, node: Node) -> None:
+        if node.ticket:
+            node.ticket = 0
+            self._num_valid -= 1
+            oldest = 2 * class_of(node.uses)
+            for index in (oldest, oldest + 1):
+                heap = self._heaps[index]
+                if len(heap) > 2 * self._num_valid + 64:
+                    self._heaps[index] = [entry for entry in heap if entry[1] == entry[2].ticket]
+                    heapify(self._heaps[index])
+
+    def first(self) -> Node:
+        """The leaf of least worth; among equals the one idle for longest. Of each class two leaves are looked at."""
+        if self._choice is None or self._head_rank(self._choice) > self._runner_up:
+            ranks = sorted((self._head_rank(index), index) for index, heap in enumerate(self._heaps) if heap)
+            self._choice = ranks[0][1]
+            self._runner_up = ranks[1][0] if len(ranks) > 1 else NOTHING
+        return self._heaps[self._choice][0][2]
+
+    def _head_rank(self, index: int) -> tuple[float, int]:
+        heap = self._heaps[index]
+        while heap and heap[0][1] != heap[0][2].ticket:
+            heappop(heap)
+        return self._rank(heap[0][2], index // 2) if heap else NOTHING
+
+    def _rank(self, leaf: Node, row: int) -> tuple[float, int]:
+        return self._times.worth[row][bucket_of(self._now - leaf.last_access)], leaf.last_access
+
+    def violations(self) -> list[str]:
+        found: list[str] = []
+        for name, heaps in (("oldest", self._heaps[::2]), ("newest", self._heaps[1::2])):
+            valid = sum(entry[1] == entry[2].ticket for heap in heaps for entry in heap)
+            if valid != self._num_valid:
+                found.append(f"the queue counts {self._num_valid} entries and holds {valid} by {name}")
+        return found
+
+    def idle(self, node: Node) -> None:
+        """The last lock on `node` has ended: its pages begin to wait for the next use."""
+        self._times.started[class_of(node.uses)] += node.num_pages
+
+    def reused(self, node: Node, now: int) -> None:
+        """The waiting of `node`, whose `uses` do not count this use yet, has ended."""
+        self._times.reused[class_of(node.uses), bucket_of(now - node.last_access)] += node.num_pages
+
+    def evicted(self, tokens: bytes, uses: int, last_access: int) -> None:
+        """The pages of `tokens`, whole ones, have been evicted."""
+        self._ghosts.put(tokens, uses, last_access)
+
+    def returned(self, tokens: bytes, now: int) -> tuple[int, int]:
+        """New pages enter the tree: how many of them, from the first on, had been evicted, and their uses before."""
+        times, uses = self._ghosts.take(tokens)
+        if not len(uses):
+            return 0, 0
+        np.add.at(self._times.reused, (_CLASSES[uses], buckets_of(now - times)), 1)
+        return len(uses), int(uses[len(uses) // 2])
+
+    def tick(self, now: int) -> None:
+        """The cache's clock has advanced."""
+        self._now = now
+        self._choice = None
+        if now - self._learned_at >= LEARN_EVERY:
+            self._learned_at = now
+            self._times.learn()

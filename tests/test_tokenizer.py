@@ -137,6 +137,12 @@ def test_merges_are_applied_in_order_and_not_across_words():
     assert TINY.encode("hello he", add_special_tokens=False) == [257, ord("l"), ord("o"), ord(" "), 256]
 
 
+def test_llama3_takes_a_word_of_the_vocabulary_whole_though_no_merges_lead_to_it():
+    tokens = [*tiny_metadata()["tokenizer.ggml.tokens"], "xyz"]
+    assert as_tokenizer(tiny_metadata("llama-bpe", tokens=tokens)).encode("xyz") == [258, 262]
+    assert as_tokenizer(tiny_metadata("gpt-2", tokens=tokens)).encode("xyz") == [258, *b"xyz"]
+
+
 def test_special_tokens_in_a_text_are_one_token_and_only_control_tokens_are_skipped():
     ids = TINY.encode("a<|im_end|>b<mark>", add_special_tokens=False)
     assert ids == [ord("a"), 260, ord("b"), 261]
@@ -290,6 +296,15 @@ def test_an_incomplete_tail_comes_out_once_at_the_end():
     assert [detokenizer.add([token_id]) for token_id in ids] == ["", "a", "", ""]
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
+
+
+def test_a_token_may_end_a_character_and_begin_another():
+    letters = byte_tokens()
+    tokens = [*tiny_metadata()["tokenizer.ggml.tokens"], "b" + letters[0xE8], letters[0x9E] + "c" + letters[0xE8]]
+    tokenizer = as_tokenizer(tiny_metadata(tokens=tokens))
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.add([token_id]) for token_id in (ord("a"), 262, 0xAA, 263, 0xAA)] == ["a", "b", "", "語c", ""]
+    assert detokenizer.finish() == "\ufffd"
 
 
 def test_an_endless_run_of_invalid_bytes_is_decoded_in_bounded_pieces(monkeypatch):

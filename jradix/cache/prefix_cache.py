@@ -1,61 +1,18 @@
 """The prefix cache as the scheduler sees it: match, lock, allocate, insert, unlock; eviction happens inside."""
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from jradix.cache.eviction import POLICIES, EvictionQueue, HeapQueue, Policy
+from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
+from jradix.cache.journal import Journal, Removal
 from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
-from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root
+from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root, TokenIds, as_page_ids, as_token_bytes
 from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
-
-TokenIds = npt.NDArray[np.integer] | Sequence[int]
-
-
-class StaleMatchError(RuntimeError):
-    """A match was locked after its pages had been evicted: match again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix at the time of asking. Only a candidate: nothing protects its pages before `lock`."""
-
-    num_tokens: int  # whole pages
-    pages: PageIds  # [num_tokens / page_size], read-only
-    namespace: Hashable
-    num_asked: int  # tokens looked up
-    node: Node | None = field(repr=False)  # where the match ends, perhaps inside it; None when nothing matched
-
-
-class Lock:
-    """A request's hold on a prefix. It stays valid through splits, and `insert` extends it; only `unlock` ends it."""
-
-    __slots__ = ("namespace", "node", "priority", "time", "uncounted")
-
-    def __init__(self, node: Node, namespace: Hashable, time: int, priority: int, uncounted: Match | None) -> None:
-        self.node: Node | None = node  # the prefix ends where this node ends; None once unlocked
-        self.namespace = namespace
-        self.time = time  # of the last use of the prefix through this handle
-        self.priority = priority
-        self.uncounted = uncounted  # what the statistics do not know yet
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the protected prefix."""
-        assert self.node is not None, "this lock has been unlocked already"
-        return self.node.end
-
-
-@dataclass(frozen=True, slots=True)
-class Insert:
-    """What `insert` did to a request's page table."""
-
-    pages: PageIds  # the table to go on with, as long as the one given
-    num_tokens: int  # the request's tokens that are in the tree now, protected by its lock; pages past it stay private
 
 
 class PrefixCache:
@@ -73,17 +30,25 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, eviction_policy: str | Policy = "lru", enabled: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        eviction_policy: str | Policy = "lru",
+        enabled: bool = True,
+        journal: bool = False,
     ) -> None:
         """`num_pages` usable pages with ids 1..num_pages. `enabled=False`: nothing is ever cached.
 
         eviction_policy: a name (`POLICIES`, or "adaptive", see reuse.py), or a sort key such as `TailLRU`.
+        journal: record what enters and leaves the tree, for `explain` and for routers; about 1 us a page.
         """
         self.page_size = page_size
         self.enabled = enabled
         self._pages = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self._queue = make_queue(eviction_policy, num_pages, page_size)
+        self.journal = Journal(num_pages, page_size) if journal else None
         self._learner = self._queue if isinstance(self._queue, ReuseQueue) else None
         self.statistics = CacheStatistics()
         self._num_protected = 0
@@ -109,6 +74,11 @@ class PrefixCache:
     @property
     def num_evictable(self) -> int:
         return self._pages.num_tree - self._num_protected
+
+    @property
+    def tree(self) -> RadixTree:
+        """To look at, not to change."""
+        return self._tree
 
     def match(self, token_ids: TokenIds, namespace: Hashable | None = None) -> Match:
         """Look up the longest cached prefix of `token_ids`, in whole pages. Changes nothing, not even recency.
@@ -161,15 +131,16 @@ class PrefixCache:
             node = node.parent
         self._offer(end)
 
-    def allocate(self, num_pages: int) -> PageIds | None:
+    def allocate(self, num_pages: int, owner: Hashable = None) -> PageIds | None:
         """Private pages for a request, [num_pages] int32, evicting unlocked leaves as needed.
 
         None if free and evictable pages together are too few; then nothing has changed and nothing was evicted.
+        `owner` names the request in the journal.
         """
         if num_pages > self.num_free + self.num_evictable:
             return None
         if num_pages > self.num_free:
-            self._evict(num_pages - self.num_free)
+            self._evict(num_pages - self.num_free, owner)
         return self._pages.take(num_pages)
 
     def free(self, pages: npt.ArrayLike) -> None:
@@ -214,6 +185,8 @@ class PrefixCache:
             new = own[num_matched // self.page_size :]
             self._pages.adopt(new)
             self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size
+            if self.journal is not None:
+                self.journal.stored(namespace, node, tokens[num_matched * TOKEN_BYTES :], new)
             node = self._tree.add_leaf(node, tokens[num_matched * TOKEN_BYTES :], new.tobytes(), self._clock)
             if self._learner is not None:
                 self._recall(node)
@@ -312,25 +285,29 @@ class PrefixCache:
             else:
                 self._queue.add(node)
 
-    def _evict(self, num_pages: int) -> None:
+    def _evict(self, num_pages: int, owner: Hashable) -> None:
         """Free exactly `num_pages` pages, trimming the last leaf from its tail. The caller knows that so many exist."""
         freed: list[bytes] = []
-        while num_pages > 0:
+        missing = num_pages
+        while missing > 0:
             leaf = self._queue.first()
             counters = self._counters(leaf)
-            num_gone = min(num_pages, leaf.num_pages)
+            num_gone = min(missing, leaf.num_pages)
             counters.evicted_tokens += num_gone * self.page_size
             if self._learner is not None:
                 gone = leaf.tokens[-num_gone * self._tree.page_bytes :]
                 self._learner.evicted(gone, leaf.uses, leaf.last_access)
-            if leaf.num_pages > num_pages:
-                freed.append(self._tree.trim(leaf, num_pages))
+            if leaf.num_pages > missing:
+                freed.append(self._tree.trim(leaf, missing))
                 break
             self._queue.discard(leaf)
             freed.append(leaf.pages)
-            num_pages -= leaf.num_pages
+            missing -= leaf.num_pages
             self._offer(self._tree.detach(leaf))
-        self._pages.reclaim(as_page_ids(b"".join(freed)))
+        page_ids = as_page_ids(b"".join(freed))
+        if self.journal is not None:
+            self.journal.removed(page_ids, Removal("evicted", self._clock, num_pages, owner))
+        self._pages.reclaim(page_ids)
 
     def _counters(self, node: Node) -> Counters:
         assert node.root is not None, "a root has no pages to count"
@@ -350,6 +327,10 @@ class PrefixCache:
             self._counters(node).flushed_tokens += len(freed[-1]) // TOKEN_BYTES * self.page_size
             self._offer(parent)
         page_ids = as_page_ids(b"".join(freed))
+        if self.journal is not None:
+            self.journal.removed(page_ids, Removal("flushed", self._clock))
+            if not self._tree.roots:
+                self.journal.cleared()
         self._pages.reclaim(page_ids)
         return len(page_ids)
 
@@ -372,17 +353,3 @@ def make_queue(policy: str | Policy, num_pages: int, page_size: int) -> Eviction
             raise ValueError(f"unknown eviction_policy {policy!r}: choose one of {known}")
         policy = POLICIES[policy]
     return HeapQueue(policy)
-
-
-def as_page_ids(page_bytes: bytes) -> PageIds:
-    return np.frombuffer(page_bytes, np.int32)
-
-
-def as_token_bytes(token_ids: TokenIds) -> bytes:
-    """Token ids as the bytes of int32. ValueError for what is no integer or does not fit."""
-    ids = np.asarray(token_ids)
-    if ids.size and ids.dtype != np.int32:
-        fits = ids.dtype.kind in "iu" and int(ids.min()) >= -(2**31) and int(ids.max()) < 2**31
-        if not fits:
-            raise ValueError(f"token ids must be integers that fit int32, got dtype {ids.dtype}: check the tokenizer")
-    return ids.astype(np.int32, copy=False).tobytes()

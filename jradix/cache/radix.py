@@ -5,11 +5,14 @@ Every edge holds a whole number of pages. Tokens and page ids are kept as ``byte
 exactly (a hash alone never decides), and the garbage collector does not look inside them.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 TOKEN_BYTES = 4  # int32, token ids and page ids alike
+
+TokenIds = npt.NDArray[np.integer] | Sequence[int]
 
 
 class Node:
@@ -178,3 +181,18 @@ class RadixTree:
         if parent.children is None:
             parent.children = {}
         parent.children[child.tokens[: self.page_bytes]] = child
+
+
+def as_page_ids(page_bytes: bytes) -> npt.NDArray[np.int32]:
+    """Page ids as a read-only array, not a copy."""
+    return np.frombuffer(page_bytes, np.int32)
+
+
+def as_token_bytes(token_ids: TokenIds) -> bytes:
+    """Token ids as the bytes of int32. ValueError for what is no integer or does not fit."""
+    ids = np.asarray(token_ids)
+    if ids.size and ids.dtype != np.int32:
+        fits = ids.dtype.kind in "iu" and int(ids.min()) >= -(2**31) and int(ids.max()) < 2**31
+        if not fits:
+            raise ValueError(f"token ids must be integers that fit int32, got dtype {ids.dtype}: check the tokenizer")
+    return ids.astype(np.int32, copy=False).tobytes()

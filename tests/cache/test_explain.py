@@ -1,0 +1,66 @@
+"""Each way to miss is told from the others."""
+
+import pytest
+
+from jradix.cache import PrefixCache
+from jradix.cache.explain import explain
+
+from .test_journal import cache_prompt
+
+
+def warm(journal: bool = True) -> PrefixCache:
+    cache = PrefixCache(12, 2, journal=journal)
+    cache_prompt(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache_prompt(cache, [1, 2, 3, 9, 9, 9])
+    cache_prompt(cache, [40, 41], namespace="tenant")
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens", "reason", "diverged_at"),
+    [
+        ([1], 0, "short", None),
+        ([1, 2, 3, 4], 4, "complete", None),
+        ([1, 2, 3, 4, 5], 4, "complete", None),
+        ([1, 2, 3, 4, 5, 0, 7], 4, "diverged", 5),  # inside an edge
+        ([1, 2, 3, 0], 2, "diverged", 3),  # between two children
+        ([1, 2, 0, 0], 2, "diverged", 2),
+        ([1, 0], 0, "diverged", 1),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], 8, "unseen", None),
+        ([77, 78], 0, "unseen", None),
+        ([40, 41, 1], 0, "other namespace", None),
+    ],
+)
+def test_the_end_of_a_match_is_explained(
+    tokens: list[int], num_tokens: int, reason: str, diverged_at: int | None
+) -> None:
+    found = explain(warm(), tokens)
+    assert (found.num_tokens, found.reason, found.diverged_at) == (num_tokens, reason, diverged_at)
+    assert str(found).startswith(f"{num_tokens} of {len(tokens)} tokens are cached: ")
+
+
+def test_a_divergence_shows_both_sides_as_text() -> None:
+    sentence = explain(warm(), [1, 2, 3, 0], decode=lambda ids: "-".join(map(str, ids))).sentence
+    assert sentence == "it differs from token 3 on: cached is 4-5-6-7-8, asked is 0"
+
+
+def test_an_eviction_is_named_with_the_request_that_needed_room() -> None:
+    cache = warm()
+    assert cache.allocate(10, owner="request 7") is not None
+    found = explain(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert found.reason == "evicted"
+    assert found.removal is not None
+    assert found.removal.owner == "request 7"
+    assert "by the need of 'request 7' for" in found.sentence
+
+
+def test_a_flush_is_named() -> None:
+    cache = warm()
+    cache.flush_prefix([1, 2, 3, 4, 5, 6])
+    assert explain(cache, [1, 2, 3, 4, 5, 6]).reason == "flushed"
+
+
+def test_without_a_journal_removals_are_unknown() -> None:
+    cache = warm(journal=False)
+    cache.flush()
+    assert explain(cache, [1, 2]).reason == "unseen"

@@ -10,6 +10,7 @@ from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
 from jradix.cache.journal import Journal, Removal
 from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
+from jradix.cache.pins import Pins
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root, TokenIds, as_page_ids, as_token_bytes
 from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
@@ -37,10 +38,12 @@ class PrefixCache:
         eviction_policy: str | Policy = "lru",
         enabled: bool = True,
         journal: bool = False,
+        max_pinned_pages: int | None = None,
     ) -> None:
         """`num_pages` usable pages with ids 1..num_pages. `enabled=False`: nothing is ever cached.
 
         eviction_policy: a name (`POLICIES`, or "adaptive", see reuse.py), or a sort key such as `TailLRU`.
+        max_pinned_pages: the budget of `pin`, a quarter of the pool if not given.
         journal: record what enters and leaves the tree, for `explain` and for routers; about 1 us a page.
         """
         self.page_size = page_size
@@ -51,6 +54,7 @@ class PrefixCache:
         self.journal = Journal(num_pages, page_size) if journal else None
         self._learner = self._queue if isinstance(self._queue, ReuseQueue) else None
         self.statistics = CacheStatistics()
+        self.pins = Pins(num_pages // 4 if max_pinned_pages is None else max_pinned_pages, self.unlock)
         self._num_protected = 0
         self._num_locks = 0
         self._clock = 0  # counts locks and inserts
@@ -135,13 +139,38 @@ class PrefixCache:
         """Private pages for a request, [num_pages] int32, evicting unlocked leaves as needed.
 
         None if free and evictable pages together are too few; then nothing has changed and nothing was evicted.
-        `owner` names the request in the journal.
+        Pins give way first, oldest first. `owner` names the request in the journal.
         """
-        if num_pages > self.num_free + self.num_evictable:
-            return None
+        room = self.num_free + self.num_evictable
+        if num_pages > room:
+            if not self.pins or num_pages > room + self.pins.num_releasable():
+                return None
+            while num_pages > self.num_free + self.num_evictable:
+                self.pins.remove_oldest()
         if num_pages > self.num_free:
             self._evict(num_pages - self.num_free, owner)
         return self._pages.take(num_pages)
+
+    def pin(
+        self,
+        name: Hashable,
+        token_ids: TokenIds,
+        namespace: Hashable | None = None,
+        *,
+        priority: int = 0,
+        expires_at: float | None = None,
+    ) -> int:
+        """Keep what is cached of a prefix until unpinned, expired, or room is needed; returns its tokens.
+
+        For a system prompt, or for a session that grows: pinning under the same name again moves the pin. 0, and an
+        older pin of that name stays, if nothing is cached or the prefix exceeds the budget. End pins with
+        ``pins.remove(name)`` and ``pins.remove_expired(now)``.
+        """
+        match = self.match(token_ids, namespace)
+        if not match.num_tokens:
+            return 0
+        lock = self.lock(match, priority=priority, recomputation=True)
+        return match.num_tokens if self.pins.add(name, lock, expires_at) else 0
 
     def free(self, pages: npt.ArrayLike) -> None:
         """Give back private pages. AssertionError, changing nothing, if any is free, in the tree, or not a page."""

@@ -6,69 +6,25 @@ from typing import Any, Final
 REQUIRED: Final = object()
 
 # They change training, sampling, files or reporting, never the logits of a forward pass.
-HARMLESS: Final = frozenset(
-    {
-        # files
-        "architectures",
-        "model_type",
-        "auto_map",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "transformers.js_config",
-        "_name_or_path",
-        "name_or_path",
-        "_attn_implementation",
-        "attn_implementation",
-        "unsloth_fixed",
-        "unsloth_version",
-        "is_llama_config",
-        # tokens and sampling
-        "bos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "do_sample",
-        "num_beams",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "num_return_sequences",
-        # how transformers runs it
-        "use_cache",
-        "pretraining_tp",
-        "return_dict",
-        "return_dict_in_generate",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "chunk_size_feed_forward",
-        "gradient_checkpointing",
-        # training
-        "initializer_range",
-        "attention_dropout",
-        "embd_pdrop",
-        "resid_pdrop",
-        "hidden_dropout",
-        "classifier_dropout",
-        "classifier_dropout_prob",
-        "router_aux_loss_coef",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "task_specific_params",
-        "finetuning_task",
-    }
-)
+# fmt: off
+HARMLESS: Final = frozenset({
+    # files
+    "architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version",
+    "transformers.js_config", "_name_or_path", "name_or_path", "_attn_implementation", "attn_implementation",
+    "unsloth_fixed", "unsloth_version", "is_llama_config",
+    # tokens and sampling
+    "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "temperature", "top_k", "top_p",
+    "min_p", "typical_p", "do_sample", "num_beams", "max_length", "max_new_tokens", "min_length",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences",
+    # how transformers runs it
+    "use_cache", "pretraining_tp", "return_dict", "return_dict_in_generate", "output_attentions",
+    "output_hidden_states", "output_router_logits", "chunk_size_feed_forward", "gradient_checkpointing",
+    # training
+    "initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout",
+    "classifier_dropout_prob", "router_aux_loss_coef", "id2label", "label2id", "num_labels", "problem_type",
+    "task_specific_params", "finetuning_task",
+})
+# fmt: on
 
 
 class UnsupportedModelError(ValueError):

@@ -71,10 +71,7 @@ def load_transformer(
 
     def fill(view: np.ndarray, name: str, layer: int | None) -> None:
         for part in parts_of[name](view.shape):
-            tensor = source.read(_full_name(part, layer), view.dtype)
-            for rows, index in part.places:
-                place = view[index]
-                place[...] = tensor[rows].reshape(place.shape)
+            _place(view, part, source.read(_full_name(part, layer), view.dtype))
 
     return Transformer(config, _Maker(np.dtype(dtype), fill, device_put), layer_loop)
 
@@ -135,6 +132,13 @@ def _aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 def _full_name(part: Part, layer: int | None) -> str:
     return part.tensor if layer is None else f"model.layers.{layer}.{part.tensor}"
+
+
+def _place(view: np.ndarray, part: Part, tensor: np.ndarray) -> None:
+    """A function of its own, so that the tensor is gone before the next is read."""
+    for rows, index in part.places:
+        place = view[index]
+        place[...] = tensor[rows].reshape(place.shape)
 
 
 def _check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> None:

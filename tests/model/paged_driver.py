@@ -16,7 +16,8 @@ from jradix.pallas.layout import KVLayout
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _step(graphdef, params, token_ids, pool, inputs, logits_at):
+def step(graphdef, params, token_ids, pool, inputs, logits_at):
+    """The pure function a runner would jit; the pool is donated."""
     return nnx.merge(graphdef, params)(token_ids, pool, inputs, logits_at)
 
 
@@ -70,7 +71,7 @@ class PagedDriver:
             query_starts=_int32(np.cumsum([0] + [len(tokens) for _, tokens in extend])),
             pages_per_layer=self.num_pages,
         )
-        logits, self.pool = _step(
+        logits, self.pool = step(
             self.graphdef,
             self.params,
             _int32(token_ids + padding),

@@ -1,0 +1,137 @@
+"""Checkpoints that do not fit are refused with every difference named; those that do are read without waste."""
+
+import math
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jradix.model.checkpoint import open_checkpoint
+from jradix.model.config import ModelConfig
+from jradix.model.transformer import LayerLoop
+from jradix.model.weights import load_transformer, random_transformer
+
+
+class Tensors:
+    """A checkpoint in memory; `make` gives the tensors' content, so that nothing need be kept."""
+
+    def __init__(self, config: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        self.config, self.shapes, self.reads = config, shapes, list[str]()
+
+    @classmethod
+    def like(cls, path: Path) -> "Tensors":
+        checkpoint = open_checkpoint(path)
+        return cls(checkpoint.config, {name: checkpoint.shape(name) for name in checkpoint.names()})
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def read(self, name: str, dtype: Any = None) -> np.ndarray:
+        self.reads.append(name)
+        return np.full(self.shapes[name], len(self.reads), dtype or np.float32)
+
+
+def load(source: Tensors, layer_loop: LayerLoop = "unroll", **options: Any) -> Any:
+    config = ModelConfig.from_hf(source.config)
+    return load_transformer(config, source, **{"dtype": np.float32, "layer_loop": layer_loop, **options})
+
+
+def test_missing_misshapen_and_foreign_tensors_are_all_named_before_anything_is_read(
+    tiny_path: Callable[[str], Path],
+) -> None:
+    source = Tensors.like(tiny_path("llama"))
+    del source.shapes["model.layers.1.mlp.down_proj.weight"]
+    source.shapes["model.norm.weight"] = (65,)
+    source.shapes["model.layers.0.self_attn.q_proj.bias"] = (64,)
+    with pytest.raises(ValueError, match="do not fit its config") as error:
+        load(source)
+    message = str(error.value)
+    assert "missing: model.layers.1.mlp.down_proj.weight" in message
+    assert "model.norm.weight (expected [64], got [65])" in message
+    assert "not part of the model: model.layers.0.self_attn.q_proj.bias" in message
+    assert source.reads == []
+
+
+def test_a_long_list_of_differences_is_cut(tiny_path: Callable[[str], Path]) -> None:
+    source = Tensors.like(tiny_path("llama"))
+    source.shapes = {"model.norm.weight": (64,)}
+    with pytest.raises(ValueError, match=r"and \d+ more"):
+        load(source)
+
+
+def test_tensors_that_repeat_what_is_known_are_ignored(tiny_path: Callable[[str], Path]) -> None:
+    source = Tensors.like(tiny_path("llama_mqa"))
+    source.shapes["lm_head.weight"] = source.shapes["model.embed_tokens.weight"]
+    source.shapes["model.layers.0.self_attn.rotary_emb.inv_freq"] = (8,)
+    load(source)
+    assert not any("lm_head" in name or "rotary" in name for name in source.reads)
+
+
+@pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe"])
+def test_every_tensor_is_read_once(name: str, layer_loop: LayerLoop, tiny_path: Callable[[str], Path]) -> None:
+    source = Tensors.like(tiny_path(name))
+    load(source, layer_loop)
+    assert sorted(source.reads) == sorted(source.shapes)
+
+
+@pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
+def test_the_host_holds_one_parameter_and_one_tensor_at_a_time(
+    layer_loop: LayerLoop, tiny_path: Callable[[str], Path]
+) -> None:
+    source = Tensors.like(tiny_path("llama"))
+    source.config = {**source.config, "intermediate_size": 8192}
+    for name, shape in source.shapes.items():
+        source.shapes[name] = tuple(8192 if size == 96 else size for size in shape)
+    sizes, nothing = list[int](), jnp.zeros(())
+
+    def measure(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
+        del name, stacked
+        sizes.append(value.nbytes)
+        return nothing
+
+    load(source, layer_loop, device_put=measure)  # what jax and flax keep from a first call is not of interest
+    sizes.clear()
+    tracemalloc.start()
+    load(source, layer_loop, device_put=measure)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    largest_tensor = max(math.prod(shape) for shape in source.shapes.values()) * 4
+    assert sum(sizes) > max(sizes) + largest_tensor + 2**20
+    assert peak < max(sizes) + largest_tensor + 2**20
+
+
+def test_device_put_learns_what_it_puts(tiny_path: Callable[[str], Path]) -> None:
+    seen: dict[str, set[tuple[int, bool]]] = {}
+
+    def put(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
+        seen.setdefault(name, set()).add((value.ndim, stacked))
+        return jnp.asarray(value)
+
+    load(Tensors.like(tiny_path("llama")), "scan", device_put=put)
+    assert seen["qkv"] == {(5, True)}
+    assert seen["embed"] == {(2, False)}
+    assert {"attention_norm", "o", "mlp_norm", "gate_up", "down", "final_norm", "lm_head"} < seen.keys()
+
+
+def test_random_weights_keep_activations_in_range_and_repeat(tiny_path: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_hf(open_checkpoint(tiny_path("llama_bias_yarn")).config)
+
+    def model(seed: int) -> Any:
+        return random_transformer(config, dtype=np.float32, layer_loop="scan", seed=seed)
+
+    block = model(0).blocks[0]
+    assert np.std(block.attention.qkv[...]) == pytest.approx(64**-0.5, rel=0.05)
+    assert np.std(block.mlp.down[...]) == pytest.approx(96**-0.5, rel=0.05)
+    assert np.all(block.mlp_norm[...] == 1)
+    assert np.all(block.attention.qkv_bias[...] == 0)
+    np.testing.assert_array_equal(block.mlp.down[...], model(0).blocks[0].mlp.down[...])
+    assert np.any(block.mlp.down[...] != model(1).blocks[0].mlp.down[...])

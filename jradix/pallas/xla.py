@@ -2,9 +2,11 @@
 
 Queries are cut into tiles that belong to one row each; a decode row is a tile of one query. Tiles are taken a group at
 a time, and a group walks the keys and values of its rows block by block (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018; the blocking is that of FlashAttention, Dao et al., 2022). What is gathered at any
-moment is one block of one group: at most `BLOCK_BYTES` of keys and as much of values, however long the rows are.
-Loops end at the longest row of the group, so padded page tables cost nothing.
+calculation for softmax", 2018; the blocking is that of FlashAttention, Dao et al., 2022). Pages that all rows of a
+group start with are read once for the whole group (the idea of Hydragen, Juravsky et al., 2024), so rows that share
+a prefix should stand side by side. What is gathered at any moment is one block of one group, `BLOCK_LEN` positions of
+each of its rows, however long the rows are. Loops end at the longest row of the group, so padded page tables cost
+nothing.
 """
 
 import math
@@ -15,9 +17,73 @@ import jax.numpy as jnp
 
 from jradix.pallas.layout import kv_heads_of, page_size_of, read_pages
 
-BLOCK_BYTES = 1 << 20  # keys of one block stay in the 2 MB of a core's second-level cache beside their values
+GROUP_TILES = 16
+GROUP_QUERIES = 768
+"""Tiles, and queries of a KV head, that walk together: more share a prefix at once, but the short wait for the long."""
+BLOCK_LEN = 128
+"""Positions of keys gathered at a time for each tile of a group: what is gathered and its scores fit a core's cache."""
 MAX_TILE_LEN = 128
-MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN for a row that has seen nothing yet
+MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
+LOG2_E = math.log2(math.e)
+
+
+class Scoring(NamedTuple):
+    """How a query and a key become a score; see `ops.extend_attention`."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def exponent(self) -> float:
+        """Scores stay as the matmul leaves them, and `scale` is applied inside the exponential: one pass less."""
+        return self.scale if self.soft_cap is None else 1.0
+
+    def scores(self, q: jax.Array, keys: jax.Array) -> jax.Array:
+        scores = jnp.einsum("nkqd,nksd->nkqs", q, keys, preferred_element_type=jnp.float32)
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores * (self.scale / self.soft_cap))
+
+    def seen(self, q_pos: jax.Array, kv_pos: jax.Array) -> jax.Array:
+        seen = kv_pos <= q_pos
+        return seen if self.window is None else seen & (kv_pos > q_pos - self.window)
+
+
+class Softmax(NamedTuple):
+    """A softmax over the keys seen so far: `sum(exp(score - top) * value)` and `sum(exp(score - top))`.
+
+    top, total: f32 `[n, kv_heads, queries, 1]`. mixed: f32 `[n, kv_heads, queries, head_dim]`.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+    @classmethod
+    def start(cls, q: jax.Array, sinks: jax.Array | None, exponent: float) -> "Softmax":
+        """Before the first key: nothing, or each head's sink, a logit that comes with no value."""
+        mixed = jnp.zeros(q.shape, jnp.float32)
+        shape = (*q.shape[:3], 1)
+        if sinks is None:
+            return cls(jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), mixed)
+        _, kv_heads, queries, _ = q.shape
+        per_head = sinks.astype(jnp.float32).reshape(kv_heads, -1) / exponent
+        per_query = jnp.repeat(per_head, queries // per_head.shape[1], axis=1)
+        return cls(jnp.broadcast_to(per_query[None, :, :, None], shape), jnp.ones(shape, jnp.float32), mixed)
+
+    def add(self, scores: jax.Array, values: jax.Array, exponent: float) -> "Softmax":
+        """With one more block: scores `[n, kv_heads, queries, block_len]`, values `[n, kv_heads, block_len, head_dim]`.
+
+        A query that has seen nothing yet gathers weights of exp(0) here; its first real score decays them to 0.
+        """
+        top = jnp.maximum(self.top, scores.max(axis=-1, keepdims=True))
+        weights = _exp((scores - top) * exponent, values.dtype)
+        decay = jnp.exp((self.top - top) * exponent)
+        mixed = jnp.einsum("nkqs,nksd->nkqd", weights, values, preferred_element_type=jnp.float32)
+        total = weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)
+        return Softmax(top, self.total * decay + total, self.mixed * decay + mixed)
+
+    def result(self) -> jax.Array:
+        return self.mixed / jnp.where(self.total > 0, self.total, 1.0)
 
 
 class Tiles(NamedTuple):
@@ -48,7 +114,7 @@ def decode_attention(
     rows, q_heads, head_dim = q.shape
     kv_heads = kv_heads_of(pool)
     tiles = Tiles(q.reshape(rows, kv_heads, q_heads // kv_heads, head_dim), seq_lens[:, None] - 1, page_table)
-    out = _attend(tiles, pool, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    out = _attend(tiles, pool, Scoring(scale, window, soft_cap), sinks)
     return out.reshape(rows, q_heads, head_dim)
 
 
@@ -81,7 +147,7 @@ def extend_attention(
     tiled = tiled.reshape(num_tiles, tile_len, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     tiles = Tiles(tiled.reshape(num_tiles, kv_heads, -1, head_dim), positions, page_table[row])
 
-    out = _attend(tiles, pool, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    out = _attend(tiles, pool, Scoring(scale, window, soft_cap), sinks)
     out = out.reshape(num_tiles, kv_heads, -1, tile_len, head_dim).transpose(0, 3, 1, 2, 4)
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(query_starts, token, side="right").astype(jnp.int32) - 1
@@ -98,85 +164,120 @@ def _tile_len(tokens: int, rows: int) -> int:
     return min(MAX_TILE_LEN, 1 << max(3, math.ceil(math.log2(max(1, tokens // rows)))), tokens)
 
 
-def _attend(
-    tiles: Tiles, pool: jax.Array, *, scale: float, window: int | None, soft_cap: float | None, sinks: jax.Array | None
-) -> jax.Array:
+def _attend(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Array | None) -> jax.Array:
     """Attention output of every tile, shaped and typed like `tiles.q`."""
-    num_tiles, kv_heads, queries, head_dim = tiles.q.shape
-    page_size, max_pages = page_size_of(pool), tiles.page_table.shape[1]
-    page_bytes = kv_heads * page_size * head_dim * pool.dtype.itemsize
-    group = min(num_tiles, max(1, BLOCK_BYTES // (page_bytes * max(1, 128 // page_size))))
-    block_pages = min(max_pages, max(1, BLOCK_BYTES // (page_bytes * group)))
+    num_tiles, _, queries, _ = tiles.q.shape
+    group = min(num_tiles, GROUP_TILES, max(1, GROUP_QUERIES // queries))
+    padding = -num_tiles % group
 
-    def attend_group(some: Tiles) -> jax.Array:
-        return _attend_group(some, pool, block_pages, scale, window, soft_cap, sinks)
+    def grouped(x: jax.Array, fill: int) -> jax.Array:
+        padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+        return padded.reshape(-1, group, *x.shape[1:])
 
-    if group == num_tiles:
-        return attend_group(tiles)
-    num_groups = -(-num_tiles // group)
-    padding = num_groups * group - num_tiles
-    grouped = Tiles(
-        *(
-            jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=fill).reshape(
-                num_groups, group, *x.shape[1:]
-            )
-            for x, fill in zip(tiles, (0, -1, 0), strict=True)
-        )
-    )
-    return jax.lax.map(attend_group, grouped).reshape(-1, kv_heads, queries, head_dim)[:num_tiles]
+    groups = Tiles(grouped(tiles.q, 0), grouped(tiles.positions, -1), grouped(tiles.page_table, 0))
+    out = jax.lax.map(lambda some: _attend_group(some, pool, scoring, sinks), groups)
+    return out.reshape(-1, *tiles.q.shape[1:])[:num_tiles]
 
 
-def _attend_group(
-    tiles: Tiles,
-    pool: jax.Array,
-    block_pages: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    num_tiles, kv_heads, queries, head_dim = tiles.q.shape
-    tile_len = tiles.positions.shape[1]
-    block_len = block_pages * page_size_of(pool)
-    q_pos = jnp.tile(tiles.positions, (1, queries // tile_len))[:, None, :, None]  # [tiles, 1, queries, 1]
+def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Array | None) -> jax.Array:
+    """Attention of tiles that walk their keys together.
+
+    First come the pages that all tiles share and see in full, then each tile's own: blocks that all queries see in
+    full need no mask, the last ones do.
+    """
+    page_size, tile_len = page_size_of(pool), tiles.positions.shape[1]
+    block_pages = min(tiles.page_table.shape[1], max(1, BLOCK_LEN // page_size))
+    block_len = block_pages * page_size
+    page_table = jnp.pad(tiles.page_table, [(0, 0), (0, block_pages)])  # a block may reach past the last page
     last = tiles.positions.max(axis=1)  # [tiles], -1 for a tile with no query
-    padding = -tiles.page_table.shape[1] % block_pages
-    page_table = jnp.pad(tiles.page_table, [(0, 0), (0, padding)])
+    end = last.max() + 1
+    earliest = jnp.where(tiles.positions >= 0, tiles.positions, end).min()
+    q_pos = jnp.tile(tiles.positions, (1, tiles.q.shape[2] // tile_len))[:, None, :, None]  # [tiles, 1, queries, 1]
 
-    def step(block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        top, total, mixed = carry
-        pages = jax.lax.dynamic_slice_in_dim(page_table, block * block_pages, block_pages, axis=1)
-        keys, values = read_pages(pool, pages)
-        kv_pos = block * block_len + jnp.arange(block_len, dtype=jnp.int32)
-        # Whatever lies past the row's last position, NaN included, must not reach a sum: 0 * NaN is NaN.
-        values = jnp.where((kv_pos <= last[:, None])[:, None, :, None], values, 0)
-        scores = jnp.einsum("nkqd,nksd->nkqs", tiles.q, keys, preferred_element_type=jnp.float32) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        seen = kv_pos <= q_pos
-        if window is not None:
-            seen &= kv_pos > q_pos - window
-        scores = jnp.where(seen, scores, MASKED)
-        new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
-        decay = jnp.exp(top - new_top)
-        total = total * decay + weights.sum(axis=-1, keepdims=True)
-        mixed = mixed * decay + jnp.einsum(
-            "nkqs,nksd->nkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-        )
-        return new_top, total, mixed
-
-    if sinks is None:
-        top = jnp.full((num_tiles, kv_heads, queries, 1), MASKED, jnp.float32)
-        total = jnp.zeros_like(top)
+    softmax = Softmax.start(tiles.q, sinks, scoring.exponent)
+    if scoring.window is None:
+        leader, shared_pages = _shared_pages(page_table, last >= 0)
+        shared_pages = jnp.minimum(shared_pages, jnp.minimum(earliest + 1, end) // page_size)
+        softmax = _add_shared(softmax, tiles.q, pool, leader, shared_pages, block_pages, scoring)
+        num_whole = (jnp.minimum(earliest + 1, end) - shared_pages * page_size) // block_len
+        first_page = shared_pages
     else:
-        per_query = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), tile_len, axis=1)
-        top = jnp.broadcast_to(per_query[None, :, :, None], (num_tiles, kv_heads, queries, 1))
-        total = jnp.ones_like(top)
-    mixed = jnp.zeros((num_tiles, kv_heads, queries, head_dim), jnp.float32)
-    first = jnp.int32(0)
-    if window is not None:
-        earliest = jnp.where(tiles.positions >= 0, tiles.positions, jnp.iinfo(jnp.int32).max).min()
-        first = jnp.maximum(earliest - window + 1, 0) // block_len
-    _, total, mixed = jax.lax.fori_loop(first, last.max() // block_len + 1, step, (top, total, mixed))
-    return (mixed / jnp.where(total > 0, total, 1.0)).astype(tiles.q.dtype)
+        first_page, num_whole = jnp.maximum(earliest - scoring.window + 1, 0) // page_size, 0
+    first = first_page * page_size
+
+    def gather(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        at = first_page + block * block_pages
+        return read_pages(pool, jax.lax.dynamic_slice_in_dim(page_table, at, block_pages, axis=1))
+
+    def add_whole(block: jax.Array, softmax: Softmax) -> Softmax:
+        keys, values = gather(block)
+        return softmax.add(scoring.scores(tiles.q, keys), values, scoring.exponent)
+
+    def add_masked(block: jax.Array, softmax: Softmax) -> Softmax:
+        keys, values = gather(block)
+        kv_pos = first + block * block_len + jnp.arange(block_len, dtype=jnp.int32)
+        # What lies past the row's last position, NaN included, must not reach a sum: 0 * NaN is NaN.
+        values = jnp.where((kv_pos <= last[:, None])[:, None, :, None], values, 0)
+        scores = jnp.where(scoring.seen(q_pos, kv_pos), scoring.scores(tiles.q, keys), MASKED)
+        return softmax.add(scores, values, scoring.exponent)
+
+    if scoring.window is None:
+        softmax = jax.lax.fori_loop(0, num_whole, add_whole, softmax)
+    softmax = jax.lax.fori_loop(num_whole, -((first - end) // block_len), add_masked, softmax)
+    return jnp.where(q_pos >= 0, softmax.result(), 0).astype(tiles.q.dtype)
+
+
+def _add_shared(
+    softmax: Softmax,
+    q: jax.Array,
+    pool: jax.Array,
+    pages: jax.Array,
+    num_pages: jax.Array,
+    block_pages: int,
+    scoring: Scoring,
+) -> Softmax:
+    """Add the first `num_pages` of `pages`, which every tile of the group sees: their queries are one tall matmul."""
+    num_tiles, kv_heads, queries, _ = q.shape
+    block_len = block_pages * page_size_of(pool)
+
+    def folded(x: jax.Array) -> jax.Array:
+        return x.transpose(1, 0, 2, 3).reshape(1, kv_heads, num_tiles * queries, -1)
+
+    def unfolded(x: jax.Array) -> jax.Array:
+        return x.reshape(kv_heads, num_tiles, queries, -1).transpose(1, 0, 2, 3)
+
+    tall = folded(q)
+
+    def add(block: jax.Array, softmax: Softmax) -> Softmax:
+        keys, values = read_pages(pool, jax.lax.dynamic_slice_in_dim(pages, block * block_pages, block_pages)[None])
+        shared = block * block_len + jnp.arange(block_len, dtype=jnp.int32) < num_pages * page_size_of(pool)
+        scores = jnp.where(shared, scoring.scores(tall, keys), MASKED)
+        return softmax.add(scores, jnp.where(shared[:, None], values, 0), scoring.exponent)
+
+    num_blocks = -(-num_pages // block_pages)
+    return Softmax(*map(unfolded, jax.lax.fori_loop(0, num_blocks, add, Softmax(*map(folded, softmax)))))
+
+
+def _shared_pages(page_table: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A live tile's pages, and how many leading ones all live tiles have in common; a lone tile shares all its own."""
+    leader = page_table[jnp.argmax(live)]
+    same = jnp.where(live[:, None], page_table == leader, True).all(axis=0)
+    return leader, jnp.where(same.all(), same.shape[0], jnp.argmin(same))
+
+
+def _exp(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`exp(x)` for `x <= 0` as `dtype`.
+
+    A softmax weight that is rounded to bfloat16 (relative error 2**-9) needs no exact exponential: 2**x is the
+    exponent bits of its integer part times a cubic of its fraction, good to 1e-4. XLA's own costs 1.5 ns an element
+    on a CPU and was a third of prefill; this is 3 times as fast (the idea of Schraudolph, 1999; FlashAttention-4 does
+    the same on GPUs).
+    """
+    if dtype == jnp.float32:
+        return jnp.exp(x)
+    x = jnp.maximum(x * LOG2_E, -126.0)  # 2**-126 is the smallest normal number: as good as zero here
+    whole = jnp.floor(x)
+    fraction = x - whole
+    mantissa = 1.0 + fraction * (0.69542 + fraction * (0.22631 + fraction * 0.07827))
+    power = jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return (mantissa * power).astype(dtype)

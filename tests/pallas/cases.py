@@ -23,6 +23,7 @@ class Case:
     sinks: bool = False
     extra_tokens: int = 3  # padding tokens after the rows'
     key_scale: float = 1.0
+    shared_pages: int = 0  # pages that rows holding so many have in common with the first row
     unused_table_entry: int = 0  # what stands in a page table past a row's pages
 
 
@@ -54,6 +55,11 @@ CASES = [
     Case("extreme logits", (9, 3), (4, 6), key_scale=200.0),
     Case("table tails of -1", (9, 0, 3), (4, 6, 1), unused_table_entry=-1),
     Case("huge table tails", (9, 0, 3), (4, 6, 1), unused_table_entry=2**31 - 1),
+    Case("decode rows on one prefix", (70, 64, 90, 65, 68), (1,) * 5, extra_tokens=0, page_size=16, shared_pages=4),
+    Case("extend rows on one prefix", (600, 0, 512, 530), (3, 0, 20, 1), page_size=16, shared_pages=32),
+    Case("rows of two prefixes in one group", (300, 300, 3, 5), (1, 2, 1, 3), page_size=16, shared_pages=16),
+    Case("one prefix and a window", (300, 290, 280), (4, 5, 6), page_size=16, shared_pages=16, window=40),
+    Case("one prefix, soft cap and sinks", (300, 290), (4, 5), page_size=16, shared_pages=16, soft_cap=4.0, sinks=True),
     Case("more rows and tokens than a tile", (0, 5, 200, 31), (150, 1, 3, 40), page_size=16),
 ]
 
@@ -90,9 +96,11 @@ def make_inputs(case: Case, dtype: jnp.dtype, seed: int = 0, *, poison: bool = T
     owned = np.zeros((num_pages, case.page_size), bool)
     table = np.full((len(new), max(1, pages.max()) + 2), case.unused_table_entry, np.int32)
     for row, count in enumerate(pages):
-        mine, free = free[:count], free[count:]
+        mine, free = free[:count].copy(), free[count:]
+        if row and count >= case.shared_pages:
+            mine[: case.shared_pages] = table[0, : case.shared_pages]
         table[row, :count] = mine
-        owned[np.repeat(mine, case.page_size), np.tile(np.arange(case.page_size), count)] = (
+        owned[np.repeat(mine, case.page_size), np.tile(np.arange(case.page_size), count)] |= (
             np.arange(count * case.page_size) < seq_lens[row]
         )
     if poison:
@@ -108,3 +116,25 @@ def make_inputs(case: Case, dtype: jnp.dtype, seed: int = 0, *, poison: bool = T
         scale=case.head_dim**-0.5,
         is_query=np.arange(tokens) < new.sum(),
     )
+
+
+def dense_attention(case: Case, inputs: Inputs) -> np.ndarray:
+    """What the case must yield: a softmax written out over dense keys, in float64."""
+    out = np.zeros(inputs.q.shape)
+    pool, q = np.asarray(inputs.pool, np.float64), np.asarray(inputs.q, np.float64)
+    starts = np.asarray(inputs.query_starts)
+    for row, seq_len in enumerate(np.asarray(inputs.seq_lens)):
+        for token in range(starts[row], starts[row + 1]):
+            position = seq_len - starts[row + 1] + token
+            first = 0 if case.window is None else max(0, position - case.window + 1)
+            where = np.arange(first, position + 1)
+            page = np.asarray(inputs.page_table)[row, where // case.page_size]
+            for head in range(case.q_heads):
+                kv = pool[page, head * case.kv_heads // case.q_heads, :, where % case.page_size]
+                scores = kv[:, 0] @ q[token, head] * inputs.scale
+                if case.soft_cap:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                sink = float(inputs.sinks[head]) if inputs.sinks is not None else -np.inf
+                weights = np.exp(scores - max(scores.max(), sink))
+                out[token, head] = weights @ kv[:, 1] / (weights.sum() + np.exp(sink - max(scores.max(), sink)))
+    return out

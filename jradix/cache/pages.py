@@ -62,7 +62,7 @@ class PageAllocator:
 
     def reclaim(self, page_ids: PageIds) -> None:
         """tree -> free."""
-        self.require(page_ids, TREE)
+        assert (self._state[page_ids] == TREE).all(), "the tree gives back a page that it does not own"
         self.num_tree -= len(page_ids)
         self._push(page_ids)
 

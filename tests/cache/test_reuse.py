@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from jradix.cache import PrefixCache
-from jradix.cache.reuse import NUM_BUCKETS, GhostTable, ReuseTimes, bucket_of, buckets_of, class_of, worth_by_age
+from jradix.cache.radix import Node
+from jradix.cache.reuse import (
+    NUM_BUCKETS,
+    GhostTable,
+    ReuseQueue,
+    ReuseTimes,
+    bucket_of,
+    buckets_of,
+    class_of,
+    worth_by_age,
+)
 
 
 def reuse_at(*ages: int) -> np.ndarray:
@@ -112,6 +122,45 @@ def hits(policy: str, prompts: list[list[int]], num_pages: int) -> int:
     total = sum(request(cache, prompt) for prompt in prompts)
     cache.check()
     return total
+
+
+def leaf(uses: int, last_access: int) -> Node:
+    node = Node(None, b"", b"", 0, last_access)
+    node.uses = uses
+    return node
+
+
+def test_a_new_candidate_of_less_worth_goes_first() -> None:
+    queue = ReuseQueue(8, 1)
+    queue._times.worth[:2] = [[1.0] * NUM_BUCKETS, [2.0] * NUM_BUCKETS]
+    once, twice = leaf(1, 5), leaf(2, 1)
+    queue.tick(10)
+    queue.add(twice)
+    assert queue.first() is twice
+    queue.add(once)
+    assert queue.first() is once
+
+
+def test_worth_is_taken_at_the_age_of_now() -> None:
+    """What was used once is worth much when fresh and little later; what was used twice is in between throughout."""
+    queue = ReuseQueue(8, 1)
+    queue._times.worth[:2] = [[5.0] * 8 + [0.5] * (NUM_BUCKETS - 8), [1.0] * NUM_BUCKETS]
+    once, twice = leaf(1, 100), leaf(2, 100)
+    queue.add(once)
+    queue.add(twice)
+    queue.tick(101)
+    assert queue.first() is twice
+    queue.tick(200)
+    assert queue.first() is once
+
+
+def test_stale_entries_of_both_heaps_are_swept() -> None:
+    queue = ReuseQueue(8, 1)
+    node = leaf(1, 1)
+    for _ in range(5_000):
+        queue.add(node)
+        queue.discard(node)
+    assert sum(map(len, queue._heaps)) < 200
 
 
 def test_a_loop_larger_than_the_pool_keeps_a_part_where_lru_keeps_nothing() -> None:

@@ -22,6 +22,8 @@ GROUP_QUERIES = 768
 """Tiles, and queries of a KV head, that walk together: more share a prefix at once, but the short wait for the long."""
 BLOCK_LEN = 128
 """Positions of keys gathered at a time for each tile of a group: what is gathered and its scores fit a core's cache."""
+TALL_QUERIES = 256
+"""From so many queries on, blocks are twice as long: their matmuls gain more than ragged ends lose."""
 MAX_TILE_LEN = 128
 MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
 LOG2_E = math.log2(math.e)
@@ -186,7 +188,8 @@ def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Ar
     full need no mask, the last ones do.
     """
     page_size, tile_len = page_size_of(pool), tiles.positions.shape[1]
-    block_pages = min(tiles.page_table.shape[1], max(1, BLOCK_LEN // page_size))
+    block_len = BLOCK_LEN if tiles.q.shape[2] < TALL_QUERIES else 2 * BLOCK_LEN
+    block_pages = min(tiles.page_table.shape[1], max(1, block_len // page_size))
     block_len = block_pages * page_size
     page_table = jnp.pad(tiles.page_table, [(0, 0), (0, block_pages)])  # a block may reach past the last page
     last = tiles.positions.max(axis=1)  # [tiles], -1 for a tile with no query

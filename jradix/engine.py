@@ -108,10 +108,13 @@ class Engine:
         """
         outputs, single = self._submit(prompt, input_ids, sampling_params, rid, cache_salt)
         if stream:
-            return self._stream(outputs, single)
+            results = self._stream(outputs, single)
+            next(results)  # enter it: closing a generator that never started would leave its requests alive
+            return results
         self._run(outputs)
-        results = [output.as_dict() for output in outputs]
-        return results[0] if single else results
+        with self._lock:  # another thread may be in the step that finished the last of them
+            finished = [output.as_dict() for output in outputs]
+        return finished[0] if single else finished
 
     def abort_request(self, rid: str) -> bool:
         """End a live request; its result has finish reason "abort". False if no such request is alive."""
@@ -133,7 +136,8 @@ class Engine:
             self._collect_all()
             self.cache.check()
             unaccounted = self.cache.num_total - self.cache.num_free - self.cache.num_evictable
-            assert not self.scheduler.has_work and not self._outputs, "requests are still alive"
+            assert not self._outputs, f"requests are still alive: {list(self._outputs)}"
+            assert not self.scheduler.has_work, "the scheduler still holds requests that have ended"
             assert not unaccounted, f"{unaccounted} pages are neither free nor evictable"
 
     def step(self) -> None:
@@ -149,7 +153,7 @@ class Engine:
                     self._launch(plan)
                 if self._in_flight and (plan is None or len(self._in_flight) > 1):
                     self._collect()
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C too: it may fall between planning a step and launching it
                 self._recover(error)
                 raise
 
@@ -188,25 +192,34 @@ class Engine:
             self._abandon(unfinished)
 
     def _stream(self, outputs: list[Output], single: bool) -> Iterator[dict[str, Any]]:
-        """Drive the loop, yielding each output when it has grown; abort them if the caller stops iterating."""
+        """Drive the loop, yielding each output when it has grown; abort them if the caller stops iterating.
+
+        The first item is empty: whoever makes the generator takes it, so that it has begun.
+        """
         unfinished = dict(enumerate(outputs))
         reported = dict.fromkeys(unfinished, 0)
         try:
+            yield {}
             while unfinished:
                 for index, output in list(unfinished.items()):
-                    if output.finished or len(output.request.output_ids) > reported[index]:
-                        reported[index] = len(output.request.output_ids)
-                        if output.finished:
-                            del unfinished[index]
-                        yield output.as_dict() if single else {**output.as_dict(), "index": index}
+                    with self._lock:  # another thread's step may be appending to this output
+                        if not output.finished and len(output.request.output_ids) == reported[index]:
+                            continue
+                        result = output.as_dict()
+                    reported[index] = len(result["output_ids"])
+                    if result["meta_info"]["finish_reason"] is not None:
+                        del unfinished[index]
+                    yield result if single else {**result, "index": index}
                 if unfinished:
                     self.step()
         finally:
             self._abandon(unfinished.values())
 
     def _abandon(self, outputs: Iterable[Output]) -> None:
-        for output in outputs:
-            self.abort_request(output.request.id)
+        with self._lock:
+            for output in outputs:
+                if not output.finished:  # a finished request's rid may belong to another one by now
+                    self.abort_request(output.request.id)
 
     def _plan(self) -> StepPlan | None:
         try:
@@ -245,10 +258,10 @@ class Engine:
         request.finish_time = time.perf_counter()
         self._outputs.pop(request.id).finish()
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """After a failed step nothing on the device can be trusted: drop it all, and let no caller wait for ever."""
         self._in_flight.clear()
         for output in list(self._outputs.values()):
-            self._finish(output.request, FinishReason("abort", message=f"the step failed: {error}"))
+            self._finish(output.request, FinishReason("abort", message=f"the step failed: {error!r}"))
         self.cache.flush()
         self.runner.reset()

@@ -66,24 +66,29 @@ class Submission:
         if (prompt is None) == (input_ids is None):
             raise ValueError("give exactly one of prompt and input_ids")
         if input_ids is not None:
-            single = len(input_ids) > 0 and not _is_sequence(input_ids[0])
+            if not _is_sequence(input_ids) or not len(input_ids):
+                raise ValueError(
+                    f"input_ids must be a list of token ids or of such lists, not empty, got {input_ids!r}"
+                )
+            single = not _is_sequence(input_ids[0])
             return [self._checked(ids) for ids in ([input_ids] if single else input_ids)], single
         if self._tokenizer is None:
             raise ValueError("prompt needs a tokenizer, and skip_tokenizer_init is set: pass input_ids")
         single = isinstance(prompt, str)
-        texts = [prompt] if isinstance(prompt, str) else prompt
-        if not _is_sequence(texts) or not all(isinstance(text, str) for text in texts or ()):
-            raise ValueError(f"prompt must be a string or a list of strings, got {prompt!r}")
-        return [self._checked(self._tokenizer.encode(text)) for text in texts or ()], single
+        texts: Any = [prompt] if isinstance(prompt, str) else prompt
+        if not _is_sequence(texts) or not len(texts) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"prompt must be a string or a list of strings, not empty, got {prompt!r}")
+        return [self._checked(self._tokenizer.encode(text)) for text in texts], single
 
     def _checked(self, token_ids: Any) -> npt.NDArray[np.int32]:
         if not _is_sequence(token_ids):
             raise ValueError(f"input_ids must be a list of token ids, got {token_ids!r}")
         if not len(token_ids):
             raise ValueError("the prompt is empty: at least one token is needed to predict the next")
+        for kind in set(map(type, token_ids)):  # a mixed list would become an array of one type, True a 1
+            if not issubclass(kind, int | np.integer) or kind is bool:
+                raise ValueError(f"input_ids must be integers, got a {kind.__name__} in {_shortened(token_ids)}")
         ids = np.asarray(token_ids)
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise ValueError(f"input_ids must be integers, got {_shortened(token_ids)}")
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             wrong = ids[(ids < 0) | (ids >= self._vocab_size)][0]
             raise ValueError(f"input_ids must lie in [0, {self._vocab_size}) for this model, got {wrong}")

@@ -9,11 +9,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from jradix import Engine
 
 TINY_DIR = Path(__file__).parent / "data" / "tiny"
 
@@ -41,3 +45,28 @@ def tiny_path() -> Callable[[str], Path]:
         return path
 
     return path_of
+
+
+@pytest.fixture(scope="session")
+def tiny_text_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]) -> Path:
+    """The tiny llama checkpoint with a tokenizer, whose tokens are a letter or two."""
+    from tests.tiny_engine import write_text_model
+
+    path = tmp_path_factory.mktemp("tiny_text")
+    write_text_model(tiny_path("llama"), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_tiny_engine(tiny_text_path: Path) -> "Engine":
+    from tests.tiny_engine import start
+
+    return start(tiny_text_path, skip_tokenizer_init=False)
+
+
+@pytest.fixture
+def tiny_engine(shared_tiny_engine: "Engine") -> "Iterator[Engine]":
+    """The tiny llama engine, its cache empty; whatever the test did must leave every page free or evictable."""
+    shared_tiny_engine.flush_cache()
+    yield shared_tiny_engine
+    shared_tiny_engine.check_idle()

@@ -1,0 +1,120 @@
+"""The compiled step: its pool is updated in place, and after the warm-up nothing is compiled."""
+
+import re
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+import pytest
+
+from jradix import Engine, SamplingParams
+from jradix.config import StepShape
+from jradix.runner import UnplannedCompilationError
+from tests.tiny_engine import (
+    counted_compilations,
+    greedy,
+    output_ids,
+    prompts_with_shared_prefixes,
+    start,
+    write_dummy_model,
+)
+
+DECODE, MIXED = StepShape(4, 0, 0, 24), StepShape(4, 16, 2, 24)
+
+
+def copied_shapes(hlo: str) -> set[tuple[int, ...]]:
+    """Shapes of all copies in an optimised program, their sizes sorted: a transposed copy is one too."""
+    copies = re.findall(r"\[([\d,]+)\]\S* copy\(", hlo)
+    return {tuple(sorted(map(int, sizes.split(",")))) for sizes in copies}
+
+
+@pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
+def test_the_pool_is_updated_in_place(layer_loop: Literal["unroll", "scan"], tiny_path: Callable[[str], Path]) -> None:
+    engine = start(tiny_path("llama"), layer_loop=layer_loop, max_total_tokens=2**16)
+    pool = engine.runner.pool
+    for shape in (DECODE, MIXED):
+        program = engine.runner.compiled_forward(shape)
+        memory = program.memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == pool.nbytes
+        assert memory.temp_size_in_bytes < pool.nbytes / 8
+        text = program.as_text()
+        assert text is not None
+        assert "copy" in text, "the pattern below looks for another spelling of copies"
+        assert tuple(sorted(pool.shape)) not in copied_shapes(text)
+        assert all(prod(shape) < pool.size / 8 for shape in copied_shapes(text))
+
+
+def test_a_launched_step_takes_the_old_pool(tiny_engine: Engine) -> None:
+    before = tiny_engine.runner.pool
+    output_ids(tiny_engine, [[3, 4]], greedy(1))
+    assert before.is_deleted()
+    assert tiny_engine.runner.pool.shape == before.shape
+
+
+@pytest.fixture(scope="module")
+def warm_engine(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]) -> Engine:
+    """One layer of random weights, and all buckets of two rows and chunks of two tokens."""
+    path = tmp_path_factory.mktemp("one_layer")
+    write_dummy_model(tiny_path("llama"), path, num_hidden_layers=1)
+    return Engine(
+        model_path=str(path),
+        load_format="dummy",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        page_size=4,
+        max_total_tokens=128,
+        context_length=96,
+        max_running_requests=2,
+        chunked_prefill_size=2,
+        warmup=True,
+        strict_compile=True,
+    )
+
+
+def test_nothing_is_compiled_after_the_warm_up(warm_engine: Engine) -> None:
+    """200 requests of every kind: greedy and sampled, cached and not, in a pool that evicts and retracts."""
+    prompts = prompts_with_shared_prefixes(200, 320, seed=3)
+    kinds = [
+        greedy(4),
+        SamplingParams(temperature=1.0, seed=1, max_new_tokens=5),
+        SamplingParams(top_k=3, top_p=0.9, min_p=0.1, max_new_tokens=7, min_new_tokens=3),
+        greedy(0),
+        greedy(9, stop_token_ids=[5]),
+    ]
+    num_compiled = warm_engine.runner.num_compiled
+    with counted_compilations() as compilations:
+        output_ids(warm_engine, prompts, [kinds[index % len(kinds)] for index in range(200)])
+        warm_engine.flush_cache()
+        stream = warm_engine.generate(input_ids=prompts[:3], sampling_params=kinds[1], stream=True)
+        next(stream)
+        stream.close()
+    assert compilations == []
+    assert warm_engine.runner.num_compiled == num_compiled
+    warm_engine.check_idle()
+
+
+def test_compilations_are_counted() -> None:
+    with counted_compilations() as compilations:
+        jax.jit(lambda x: x * 3 + 1)(np.ones(17))
+    assert compilations
+
+
+def test_a_strict_runner_refuses_to_compile_what_the_warm_up_left_out(warm_engine: Engine) -> None:
+    with pytest.raises(UnplannedCompilationError, match="decode_rows=3"):
+        warm_engine.runner.compiled_forward(StepShape(3, 0, 0, 24))
+    expected = output_ids(warm_engine, [[3, 4, 5]], greedy(3))
+    forgotten = warm_engine.runner._forwards.pop(StepShape(1, 0, 0, 24))
+    with pytest.raises(UnplannedCompilationError, match="was not compiled by the warm-up"):
+        output_ids(warm_engine, [[3, 4, 5]], greedy(3))
+    warm_engine.runner._forwards[StepShape(1, 0, 0, 24)] = forgotten
+    warm_engine.check_idle()
+    assert output_ids(warm_engine, [[3, 4, 5]], greedy(3)) == expected
+
+
+def test_replace_pool_wants_the_same_shape(tiny_engine: Engine) -> None:
+    with pytest.raises(AssertionError):
+        tiny_engine.runner.replace_pool(tiny_engine.runner.pool[1:])

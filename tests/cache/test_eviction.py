@@ -106,13 +106,23 @@ def test_a_shared_prefix_keeps_the_highest_priority() -> None:
     assert [hit_tokens(cache, [1, 2]), hit_tokens(cache, [4])] == [2, 0]
 
 
+def test_both_parts_of_a_split_node_keep_its_priority() -> None:
+    cache = PrefixCache(6, 1, eviction_policy="priority")
+    cache_prompt(cache, [1, 2], priority=5)
+    cache_prompt(cache, [1, 3], priority=0)
+    cache_prompt(cache, [4], priority=2)
+    assert (cache.flush_prefix([1, 2]), cache.flush_prefix([1, 3])) == (1, 1)
+    squeeze(cache, 1)
+    assert (hit_tokens(cache, [1]), hit_tokens(cache, [4])) == (1, 0)
+
+
 def test_tail_lru_first_gives_up_what_no_latency_target_needs() -> None:
     """Of 8 tokens the last 4 may be computed again; 2 are expected on top: tokens from 8 + 2 - 4 = 6 on go first."""
     cache = PrefixCache(12, 1, eviction_policy=TailLRU(uncached_len=4, next_prompt_len=2))
     other, chat = [1] * 3, [5] * 8
     cache_prompt(cache, other)
-    cache_prompt(cache, chat[:6])
-    cache_prompt(cache, chat)
+    for length in (4, 6, 8):  # the chat grows, and with it what its earlier parts are needed for
+        cache_prompt(cache, chat[:length])
     squeeze(cache, 2)
     assert (hit_tokens(cache, other), hit_tokens(cache, chat)) == (3, 6), "though the tail is the most recent"
     squeeze(cache, 1)

@@ -3,7 +3,8 @@
 import argparse
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jradix import Engine, SamplingParams
-from jradix.request import Request
+from jradix.mesh import device_description
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -48,6 +49,12 @@ def make_engine(options: argparse.Namespace, **fields: Any) -> Engine:
     )
 
 
+def describe(options: argparse.Namespace) -> str:
+    """What was measured, for a heading."""
+    model = Path(options.model_path or default_model_path()).name
+    return f"{model}, {options.dtype}, on {device_description()}"
+
+
 def exactly(num_tokens: int) -> SamplingParams:
     """Greedy, and `num_tokens` long whatever the model says."""
     return SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)
@@ -64,8 +71,9 @@ def prefill_seconds(engine: Engine, prompts: Sequence[TokenIds]) -> float:
     return time.perf_counter() - start
 
 
-def start_decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, **params: Any) -> list[Request]:
-    """Requests that all decode, one token in each of the next `num_steps` steps; end them with `stop_decoding`.
+@contextmanager
+def decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, **params: Any) -> Iterator[None]:
+    """Inside, every prompt's request decodes one token in each call of `step`, for `num_steps` calls.
 
     The prompts are computed beforehand, so that the requests find them cached and begin within a few steps of each
     other; the cache must be on.
@@ -73,23 +81,18 @@ def start_decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, 
     prefill_seconds(engine, prompts)
     missing_tokens = len(prompts) * engine.config.page_size  # at most: whole pages are cached
     num_chunks = missing_tokens // engine.config.chunked_prefill_size + len(prompts) // engine.scheduler.max_extend_rows
-    engine.generate(
-        input_ids=prompts,
-        # Those that begin first decode while the others' last prompt tokens are computed.
-        sampling_params=SamplingParams(max_new_tokens=num_chunks + num_steps + 4, ignore_eos=True, **params),
-        stream=True,
-    )
-    requests = list(engine.scheduler.waiting)
-    while not all(request.output_ids for request in requests):
-        engine.step()
-    # One step more: the device may have begun it before the last prompt's first token was collected.
-    engine.step()
-    return requests
-
-
-def stop_decoding(engine: Engine, requests: Sequence[Request]) -> None:
-    for request in requests:
-        engine.abort_request(request.id)
+    # Those that begin first decode while the others' last prompt tokens are computed.
+    long_enough = SamplingParams(max_new_tokens=num_chunks + num_steps + 4, ignore_eos=True, **params)
+    with closing(engine.generate(input_ids=prompts, sampling_params=long_enough, stream=True)):
+        requests = list(engine.scheduler.waiting)
+        assert len(requests) == len(prompts)
+        while not all(request.output_ids for request in requests):
+            engine.step()
+        engine.step()  # the device may have begun it before the last prompt's first token was collected
+        num_tokens = sum(len(request.output_ids) for request in requests)
+        yield
+        num_tokens = sum(len(request.output_ids) for request in requests) - num_tokens
+        assert num_tokens == len(prompts) * num_steps, f"{num_tokens} tokens in {num_steps} steps"
     engine.check_idle()
 
 
@@ -98,14 +101,10 @@ def decode_step_seconds(engine: Engine, prompts: Sequence[TokenIds], num_steps: 
 
     One step is in flight all the time, so each call of `step` returns one step later than the call before.
     """
-    requests = start_decoding(engine, prompts, num_steps, temperature=0)
-    outputs_before = [len(request.output_ids) for request in requests]
     seconds: list[float] = []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - start)
-    outputs_after = [len(request.output_ids) for request in requests]
-    assert outputs_after == [count + num_steps for count in outputs_before], "a request missed a step"
-    stop_decoding(engine, requests)
+    with decoding(engine, prompts, num_steps, temperature=0):
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
     return seconds

@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 import jax
 import numpy as np
-from bench_engine import random_tokens, start_decoding, stop_decoding
+from bench_engine import decoding, random_tokens
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -120,10 +120,9 @@ def host_seconds(engine: Engine, batch: int, steps: int, sampler: str) -> list[d
     """Seconds by part of each of `steps` steps in which `batch` requests decode."""
     rng = np.random.default_rng(0)
     prompts = [random_tokens(rng, engine.model_config.vocab_size, PROMPT_LEN) for _ in range(batch)]
-    requests = start_decoding(engine, prompts, steps, **SAMPLERS[sampler])
     laps: list[dict[str, float]] = []
-    num_compiled = engine.runner.num_compiled
-    with timers(engine) as watch:
+    with decoding(engine, prompts, steps, **SAMPLERS[sampler]), timers(engine) as watch:
+        num_compiled = engine.runner.num_compiled
         for _ in tqdm(range(steps), desc=sampler, unit="step", file=sys.stderr):
             jax.block_until_ready(engine.runner.pool)
             start = time.perf_counter()
@@ -132,8 +131,7 @@ def host_seconds(engine: Engine, batch: int, steps: int, sampler: str) -> list[d
             lap = watch.lap()
             lap["bookkeeping"] = whole - sum(lap.values())
             laps.append(lap)
-    assert engine.runner.num_compiled == num_compiled, "something was compiled while it was timed"
-    stop_decoding(engine, requests)
+        assert engine.runner.num_compiled == num_compiled, "something was compiled while it was timed"
     engine.flush_cache()
     return laps
 

@@ -39,6 +39,7 @@ from bench_engine import (
     TokenIds,
     add_engine_options,
     decode_step_seconds,
+    describe,
     exactly,
     make_engine,
     prefill_seconds,
@@ -47,7 +48,6 @@ from bench_engine import (
 from tqdm import tqdm
 
 from jradix import Engine
-from jradix.mesh import device_description
 
 NUM_COST_PROMPTS = 6  # enough to fill many prefill steps
 
@@ -315,12 +315,12 @@ def save_plot(results: Sequence[Result], path: Path, title: str) -> None:
     bars = ratios.bar(places, [r.ratio for r in results], 0.5, color="tab:green", label="measured")
     ratios.bar_label(bars, fmt="%.1fx", padding=2, fontsize=8, label_type="center", color="white")
     predicted = [r.predicted_ratio for r in results]
-    ratios.plot(places, predicted, "k_", markersize=38, markeredgewidth=2, label="predicted from tokens saved")
+    ratios.hlines(predicted, places - 0.33, places + 0.33, "black", lw=2, label="predicted from tokens saved")
     ratios.axhline(1, color="0.4", lw=0.8, ls=":")
     ratios.set(ylabel="times as fast as without the cache", xticks=places)
     for axis in (times, ratios):
         axis.set_xticklabels(labels, fontsize=8)
-        axis.margins(y=0.15)
+        axis.margins(y=0.25)  # room for the legend
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
             results.append(result)
     assert engine.runner.num_compiled == num_compiled, "something was compiled while it was timed"
     arrival = "one by one" if options.one_by_one else "all at once"
-    title = f"{options.model_path or 'SmolLM2-135M-Instruct'}, {options.dtype}, on {device_description()}, {arrival}"
+    title = f"{describe(options)}, {arrival}"
     print(title)
     print(format_table(results))
     if options.json:

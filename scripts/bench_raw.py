@@ -30,12 +30,19 @@ from statistics import median
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_engine import TokenIds, add_engine_options, decode_step_seconds, make_engine, prefill_seconds, random_tokens
+from bench_engine import (
+    TokenIds,
+    add_engine_options,
+    decode_step_seconds,
+    describe,
+    make_engine,
+    prefill_seconds,
+    random_tokens,
+)
 from tqdm import tqdm
 
 from jradix import Engine
 from jradix.config import Buckets
-from jradix.mesh import device_description
 
 BATCHES = (1, 16)
 
@@ -202,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     longest = max(sizes.prompt_len, sizes.context_len + sizes.num_steps + 2 * max(BATCHES))
     engine = make_engine(options, max_total_tokens=max(BATCHES) * longest)
     rows = measure(engine, sizes, options.dtype, options.repeats)
-    print(f"{options.model_path or 'SmolLM2-135M-Instruct'}, {options.dtype}, on {device_description()}")
+    print(describe(options))
     print(f"decode at batch {' and '.join(map(str, BATCHES))}, context {sizes.context_len}; prompt {sizes.prompt_len}")
     print(format_table(rows))
     if options.json:

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,14 +100,14 @@ def _generate(arguments: argparse.Namespace) -> None:
         assert engine.tokenizer is not None
         inputs = {"input_ids": [engine.tokenizer.apply_chat_template(turns) for turns in messages]}
 
+    show = _ids_as_text if config.skip_tokenizer_init else _text
     if arguments.stream:
         outs = engine.generate(sampling_params=params, stream=True, **inputs)
-        pieces = map(_as_json, outs) if arguments.json else _pieces_in_order(outs, len(prompts))
-        for piece in pieces:
+        for piece in map(_as_json, outs) if arguments.json else _pieces_in_order(outs, show):
             print(piece, end="", flush=True)
     else:
         for out in engine.generate(sampling_params=params, **inputs):
-            print(_as_json(out) if arguments.json else _text(out) + "\n", end="")
+            print(_as_json(out) if arguments.json else show(out) + "\n", end="")
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -173,29 +173,31 @@ def _token_ids(prompt: str) -> list[int]:
 
 
 def _text(out: dict[str, Any]) -> str:
-    """A result's text, or its ids where there is no tokenizer."""
-    return out["text"] or " ".join(map(str, out["output_ids"]))
+    return out["text"]
+
+
+def _ids_as_text(out: dict[str, Any]) -> str:
+    return " ".join(map(str, out["output_ids"]))
 
 
 def _as_json(out: dict[str, Any]) -> str:
     return json.dumps(out, ensure_ascii=False) + "\n"
 
 
-def _pieces_in_order(outs: Iterator[dict[str, Any]], count: int) -> Iterator[str]:
+def _pieces_in_order(outs: Iterator[dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> Iterator[str]:
     """The new text of the first unfinished result, as it comes; those behind it wait until it is complete."""
     latest: dict[int, dict[str, Any]] = {}
     current = num_printed = 0
     for out in outs:
         latest[out["index"]] = out
         while current in latest:
-            text = _text(latest[current])
+            text = show(latest[current])
             yield text[num_printed:]
             num_printed = len(text)
             if latest[current]["meta_info"]["finish_reason"] is None:
                 break
             yield "\n"
             current, num_printed = current + 1, 0
-    assert current == count, "a stream ended before its last result"
 
 
 def _skip_absent_tpu() -> None:

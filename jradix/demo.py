@@ -1,6 +1,7 @@
 """`jradix demo`: two questions behind one system prompt, with and without the cache."""
 
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -45,11 +46,12 @@ front desk is 555 0142.
 QUESTIONS = ["What is the phone number of the front desk?", "How many people fit in the meeting room?"]
 
 REPEATS = 3
-ENGINE = {
+ENGINE: Mapping[str, Any] = {
     "page_size": 16,
     "context_length": 2048,
     "max_total_tokens": 8192,
     "max_running_requests": 1,
+    "layer_loop": "scan",  # compiles in a fifth of the time of "unroll"
     "chunked_prefill_size": 640,  # the whole prompt in one step, which is also the fastest without the cache
 }
 GREEDY = SamplingParams(temperature=0, max_new_tokens=48)

@@ -177,7 +177,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request a slot and its cached prefix, if the pool has room for it and those running."""
         match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
-        lock = self.cache.lock(match)  # before counting what is evictable: the match may be part of it
+        # Before counting what is evictable: the match may be part of it.
+        lock = self.cache.lock(match, recomputation=request.num_retractions > 0)
         need = self._pages_for(request.seq_len + 1) - len(match.pages)
         if self.running:
             need += sum(self._expected_pages(other) for other in self.running)
@@ -206,7 +207,7 @@ class Scheduler:
             return
         assert request.lock is not None
         held = request.lock.num_tokens // self.page_size
-        lock = self.cache.lock(match)
+        lock = self.cache.lock(match, recomputation=True)  # its first insert has counted it
         self.cache.unlock(request.lock)
         table = self.page_tables[request.slot]
         self.cache.free(table[held : request.num_pages].copy())
@@ -220,7 +221,7 @@ class Scheduler:
         missing = self._pages_for(num_tokens) - request.num_pages
         if missing <= 0:
             return True
-        pages = self.cache.allocate(missing)
+        pages = self.cache.allocate(missing, owner=request.id)
         if pages is None:
             return False
         self.page_tables[request.slot, request.num_pages : request.num_pages + missing] = pages

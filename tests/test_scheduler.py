@@ -1,5 +1,6 @@
 """The scheduler over the real cache, on a device on paper that checks every slot that every row reads."""
 
+import itertools
 import random
 
 import pytest
@@ -137,6 +138,20 @@ def test_cached_tokens_do_not_count_what_a_retracted_request_finds_of_its_own() 
     device.run()
     assert any(request.num_retractions for request in requests)
     assert all(request.cached_tokens == 0 for request in requests)
+
+
+def test_decode_rows_that_share_a_prefix_stand_side_by_side() -> None:
+    device = PaperDevice(num_pages=200, page_size=4, chunk=64, rows=8)
+    prefixes = [[i] * 16 for i in range(3)]
+    for i in range(8):
+        device.add([*prefixes[i % 3], 40 + i], max_new_tokens=6)
+    plan = device.step()
+    while plan is None or len(plan.decode) < 8:
+        plan = device.step()
+    order = [int(row.request.prompt_ids[0]) for row in plan.decode]
+    assert sum(a != b for a, b in itertools.pairwise(order)) == 2, order
+    device.run()
+    device.check_outputs()
 
 
 @pytest.mark.parametrize("when", range(12))

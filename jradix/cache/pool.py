@@ -23,5 +23,15 @@ def pages_that_fit(page_bytes: int, budget_bytes: int, at_most: int) -> int:
 
 
 def allocate_pool(layout: KVLayout, dtype: jnp.dtype) -> jax.Array:
-    """The pool, all zeros. Every step donates it and gets it back; nobody else may keep a reference."""
+    """The pool, all zeros. Every step donates it and gets it back; nobody else may keep a reference.
+
+    Raises:
+        ValueError: the pool has more runs of keys or values than int32 can number.
+    """
+    runs = layout.shape[0] * layout.kv_heads * 2  # what `read_pages` indexes, with int32 as all of jax does
+    if runs >= 2**31:
+        raise ValueError(
+            f"{layout.num_pages} pages of {layout.layers} layers and {layout.kv_heads} KV heads are {runs} runs of "
+            "keys and values, and an int32 numbers 2147483647: use a larger page_size or a smaller max_total_tokens"
+        )
     return jnp.zeros(layout.shape, dtype)

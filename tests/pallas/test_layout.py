@@ -1,0 +1,43 @@
+"""Where tokens land in the pool and how pages are read back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jradix.pallas.layout import KVLayout, read_pages, write_tokens
+
+LAYOUT = KVLayout(layers=2, num_pages=5, page_size=4, kv_heads=3, head_dim=8)
+
+
+def test_what_is_written_at_a_slot_is_read_from_its_page() -> None:
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, 6, 3, 8)).astype(np.float32)
+    pages, offsets = np.array([7, 7, 2, 9, 1, 1]), np.array([0, 3, 1, 2, 0, 1])
+    pool = write_tokens(jnp.zeros(LAYOUT.shape), *map(jnp.asarray, (keys, values, pages, offsets)))
+    got_keys, got_values = read_pages(pool, jnp.asarray([[7, 2], [9, 1]]))
+    assert got_keys.shape == (2, 3, 8, 8)
+    for token, (page, offset) in enumerate(zip(pages, offsets, strict=True)):
+        row, at = {7: (0, 0), 2: (0, 4), 9: (1, 0), 1: (1, 4)}[int(page)]
+        np.testing.assert_array_equal(got_keys[row, :, at + offset], keys[token])
+        np.testing.assert_array_equal(got_values[row, :, at + offset], values[token])
+    assert np.count_nonzero(np.asarray(pool).any(axis=-1)) == 6 * 3 * 2, "nothing else may change"
+
+
+@pytest.mark.parametrize("page", [10, 2**31 - 1])
+def test_a_write_to_a_page_outside_the_pool_is_dropped(page: int) -> None:
+    token = jnp.ones((1, 3, 8))
+    pool = write_tokens(jnp.zeros(LAYOUT.shape), token, token, jnp.asarray([page]), jnp.asarray([0]))
+    assert not np.asarray(pool).any()
+
+
+def test_a_page_s_bytes_times_its_number_are_the_pool_s() -> None:
+    pool = jax.eval_shape(lambda: jnp.zeros(LAYOUT.shape, jnp.bfloat16))
+    assert LAYOUT.page_bytes(2) * LAYOUT.num_pages == pool.size * 2
+
+
+def test_page_ids_beyond_a_table_s_end_do_not_overflow_into_other_rows_reads() -> None:
+    pool = jnp.arange(np.prod(LAYOUT.shape), dtype=jnp.float32).reshape(LAYOUT.shape)
+    alone, _ = read_pages(pool, jnp.asarray([[3]]))
+    beside, _ = read_pages(pool, jnp.asarray([[3, 2**31 - 1, -1]]))
+    np.testing.assert_array_equal(beside[:, :, :4], alone)

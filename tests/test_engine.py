@@ -184,6 +184,7 @@ def test_aborts_do_not_disturb_requests_on_the_same_prefix(tiny_engine: Engine) 
         rids = [f"r{index}" for index in range(6)]
         last: dict[int, list[int]] = {}
         stream = tiny_engine.generate(input_ids=prompts, sampling_params=greedy(12), rid=rids, stream=True)
+        stream_again: Iterator[dict[str, Any]] = iter(())
         for count, item in enumerate(stream):
             last[item["index"]] = item["output_ids"]
             if count == cut:

@@ -51,7 +51,6 @@ def smollm2(smollm2_path: Path) -> Engine:
         max_total_tokens=2048,
         max_running_requests=8,
         chunked_prefill_size=64,
-        layer_loop="scan",  # thirty layers unrolled take a minute to compile; the tiny models are unrolled
     )
     use_one_bucket(engine)
     return engine

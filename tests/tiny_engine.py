@@ -46,7 +46,7 @@ def write_text_model(source: Path, target: Path) -> None:
     special = ["<pad>", "<s>", "</s>"]
     high_bytes = [chr(byte) for byte in range(0xC3, 0xEB)]  # letters that stand for themselves as bytes
     singles = [*ascii_lowercase, *high_bytes]
-    pairs = list(product(ascii_lowercase, repeat=2))[: 320 - len(special) - len(singles)]
+    pairs = list(product(ascii_lowercase, ascii_lowercase))[: 320 - len(special) - len(singles)]
     tokens = [*special, *singles, *(a + b for a, b in pairs)]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     backend.decoder = decoders.ByteLevel()
@@ -96,7 +96,7 @@ def use_one_bucket(engine: Engine) -> None:
     )
 
 
-def greedy(max_new_tokens: int = 16, **fields: Any) -> SamplingParams:
+def greedy(max_new_tokens: int | None = 16, **fields: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | fields)
 
 
@@ -134,9 +134,9 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         logits = np.asarray(logits)[shape.decode_rows]
         if plan.extend[0].samples:
             break
+    assert logits is not None
     requests[0].output_ids.append(int(np.argmax(logits)))
     engine.scheduler.finish(requests[0], FinishReason("length"))
-    assert logits is not None
     return logits
 
 

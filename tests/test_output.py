@@ -1,0 +1,107 @@
+"""Tokens of one request become text, and the token that ends it is recognised."""
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from jradix.output import Output
+from jradix.request import FinishReason, Request
+from jradix.sampling_params import SamplingParams
+from jradix.tokenizer import Tokenizer
+from tests.test_request import make_request
+
+TOKENS = ["</s>", "a", "b", "c", "ab", "Ã", "©"]  # the last two are the bytes of é
+EOS, A, B, C, AB, FIRST_HALF, SECOND_HALF = range(7)
+
+
+def tokenizer() -> Tokenizer:
+    backend = Backend(models.BPE({token: i for i, token in enumerate(TOKENS)}, [("a", "b")]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, bos_id=None, eos_ids=[EOS])
+
+
+def request(max_new_tokens: int = 8, **params) -> Request:
+    made = make_request()
+    made.params = SamplingParams(max_new_tokens=max_new_tokens, **params)
+    made.max_new_tokens, made.stop_ids = max_new_tokens, frozenset({EOS})
+    return made
+
+
+def end(output: Output, reason: FinishReason | None) -> dict:
+    assert reason is not None
+    output.request.finish_reason = reason
+    output.finish()
+    return output.as_dict()
+
+
+def test_a_character_in_two_tokens_appears_when_it_is_whole() -> None:
+    output = Output(request(3), tokenizer())
+    texts = []
+    for token in (A, FIRST_HALF, SECOND_HALF):
+        reason = output.append(token)
+        texts.append(output.as_dict()["text"])
+    assert texts == ["a", "a", "aé"]
+    assert end(output, reason)["text"] == "aé"
+
+
+def test_half_a_character_at_the_end_comes_out_once() -> None:
+    output = Output(request(2), tokenizer())
+    output.append(A)
+    reason = output.append(FIRST_HALF)
+    assert reason == FinishReason("length", length=2)
+    assert end(output, reason)["text"] == "a\ufffd"
+    assert output.as_dict()["text"] == "a\ufffd"
+
+
+def test_a_stop_string_across_tokens_is_cut_and_ends_the_request() -> None:
+    output = Output(request(stop=["bc", "never"]), tokenizer())
+    assert output.append(AB) is None
+    assert output.as_dict()["text"] == "a", "a part of what may become the stop string is out already"
+    reason = output.append(C)
+    assert reason == FinishReason("stop", matched="bc")
+    result = end(output, reason)
+    assert (result["text"], result["output_ids"]) == ("a", [AB, C])
+
+
+def test_a_stop_string_that_does_not_complete_comes_out() -> None:
+    output = Output(request(2, stop="bcc"), tokenizer())
+    output.append(AB)
+    reason = output.append(C)
+    assert end(output, reason)["text"] == "abc"
+
+
+@pytest.mark.parametrize("minimum", [0, 1, 2])
+def test_stop_ids_count_after_the_minimum_only_and_are_no_text(minimum: int) -> None:
+    output = Output(request(min_new_tokens=minimum), tokenizer())
+    assert output.append(A) is None
+    reason = output.append(EOS)
+    if minimum == 2:
+        assert reason is None
+    else:
+        assert reason == FinishReason("stop", matched=EOS)
+        assert end(output, reason)["text"] == "a"
+
+
+def test_an_aborted_request_keeps_its_text_and_says_why() -> None:
+    output = Output(request(), tokenizer())
+    output.append(AB)
+    result = end(output, FinishReason("abort", message="why"))
+    assert result["text"] == "ab"
+    assert result["meta_info"]["finish_reason"] == {"type": "abort", "message": "why"}
+    assert result["meta_info"]["completion_tokens"] == 1
+
+
+def test_without_a_tokenizer_there_are_ids_alone() -> None:
+    output = Output(request(1), None)
+    reason = output.append(A)
+    result = end(output, reason)
+    assert (result["text"], result["output_ids"]) == ("", [A])
+
+
+def test_a_result_is_a_copy() -> None:
+    output = Output(request(), tokenizer())
+    output.append(A)
+    result = output.as_dict()
+    output.append(B)
+    assert result["output_ids"] == [A]

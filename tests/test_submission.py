@@ -1,0 +1,80 @@
+"""Arguments of `generate` become requests; wrong ones are the subject of test_engine_limits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jradix.request import Request
+from jradix.sampling_params import SamplingParams
+from jradix.submission import Submission
+
+
+def submission(random_seed: int = 0) -> Submission:
+    return Submission(None, vocab_size=100, context_length=32, eos_ids=frozenset({2}), random_seed=random_seed)
+
+
+def requests_of(input_ids: Any, params: Any = None, rid: Any = None, random_seed: int = 0) -> list[Request]:
+    requests, _ = submission(random_seed).requests(None, input_ids, params or {"max_new_tokens": 4}, rid, "salt")
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "single", "expected"),
+    [
+        ([3, 4], True, [[3, 4]]),
+        ((3, 4), True, [[3, 4]]),
+        (np.array([3, 4], np.uint8), True, [[3, 4]]),
+        ([np.int64(3), 4], True, [[3, 4]]),
+        ([[3, 4]], False, [[3, 4]]),
+        ([[3], (4, 5), np.array([6])], False, [[3], [4, 5], [6]]),
+        (np.array([[3, 4], [5, 6]]), False, [[3, 4], [5, 6]]),
+    ],
+)
+def test_token_ids_come_as_lists_tuples_or_arrays(input_ids: Any, single: bool, expected: list[list[int]]) -> None:
+    requests, was_single = submission().requests(None, input_ids, {"max_new_tokens": 4}, None, None)
+    assert was_single == single
+    assert [request.prompt_ids.tolist() for request in requests] == expected
+    assert {request.prompt_ids.dtype for request in requests} == {np.dtype(np.int32)}
+
+
+def test_a_prompt_is_copied() -> None:
+    ids = np.array([3, 4], np.int32)
+    request = requests_of(ids)[0]
+    ids[0] = 9
+    assert request.prompt_ids.tolist() == [3, 4]
+
+
+def test_params_are_one_for_all_or_one_each() -> None:
+    both = requests_of([[3], [4]], SamplingParams(max_new_tokens=5))
+    assert [request.params.max_new_tokens for request in both] == [5, 5]
+    each = requests_of([[3], [4]], [SamplingParams(max_new_tokens=5), {"max_new_tokens": 6}])
+    assert [request.params.max_new_tokens for request in each] == [5, 6]
+
+
+def test_max_new_tokens_none_is_what_the_context_has_room_for() -> None:
+    assert requests_of([3] * 20, {"max_new_tokens": None})[0].max_new_tokens == 12
+
+
+def test_eos_and_stop_ids_end_a_request() -> None:
+    assert requests_of([3], {"stop_token_ids": [7], "max_new_tokens": 4})[0].stop_ids == {2, 7}
+    ignoring = {"stop_token_ids": [7], "ignore_eos": True, "max_new_tokens": 4}
+    assert requests_of([3], ignoring)[0].stop_ids == {7}
+
+
+def test_ids_are_the_callers_or_made_up_and_different() -> None:
+    assert [request.id for request in requests_of([[3], [4]], rid=["x", "y"])] == ["x", "y"]
+    one = submission()
+    made = [one.requests(None, [[3], [4]], {"max_new_tokens": 1}, None, None)[0] for _ in range(3)]
+    assert len({request.id for requests in made for request in requests}) == 6
+
+
+def test_seeds_are_the_callers_or_follow_from_the_engines() -> None:
+    assert requests_of([3], {"seed": 11, "max_new_tokens": 4})[0].seed == 11
+    first, again, other = ([request.seed for request in requests_of([[3]] * 4, random_seed=seed)] for seed in (0, 0, 1))
+    assert first == again
+    assert len({*first, *other}) == 8
+
+
+def test_every_request_is_in_the_callers_namespace() -> None:
+    assert {request.namespace for request in requests_of([[3], [4]])} == {"salt"}

@@ -1,6 +1,7 @@
 """Turns a step plan into padded arrays: the one place where shapes are padded to a bucket."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,10 +28,10 @@ class StepArrays:
         sample_slots: int32 `[rows]`, the slot that takes the row's next token; past the last slot for none.
     """
 
-    token_ids: npt.NDArray[np.int32] | jax.Array
+    token_ids: jax.Array
     attention: AttentionInputs
-    logits_at: npt.NDArray[np.int32] | jax.Array
-    sample_slots: npt.NDArray[np.int32] | jax.Array
+    logits_at: jax.Array
+    sample_slots: jax.Array
 
 
 def step_shape(plan: StepPlan, buckets: Buckets) -> StepShape:
@@ -55,14 +56,14 @@ def build_arrays(
     pages_per_layer: int,
 ) -> StepArrays:
     """Lay the plan out in the bucket. Padding tokens write to the null page and belong to no row."""
-    token_ids = np.zeros(shape.tokens, np.int32)
-    positions = np.zeros(shape.tokens, np.int32)
-    write_pages = np.zeros(shape.tokens, np.int32)
-    page_table = np.zeros((shape.rows, shape.max_pages), np.int32)
-    seq_lens = np.zeros(shape.rows, np.int32)
-    logits_at = np.zeros(shape.rows, np.int32)
-    sample_slots = np.full(shape.rows, len(page_tables), np.int32)
-    query_starts = np.zeros(shape.extend_rows + 1, np.int32)
+    token_ids = _zeros(shape.tokens)
+    positions = _zeros(shape.tokens)
+    write_pages = _zeros(shape.tokens)
+    page_table = _zeros(shape.rows, shape.max_pages)
+    seq_lens = _zeros(shape.rows)
+    logits_at = _zeros(shape.rows)
+    sample_slots = _zeros(shape.rows) + len(page_tables)
+    query_starts = _zeros(shape.extend_rows + 1)
 
     count = len(plan.decode)
     if count:
@@ -94,7 +95,7 @@ def build_arrays(
         query_starts[index + 1] = start = stop
     query_starts[len(plan.extend) + 1 :] = start
 
-    attention = AttentionInputs(positions, write_pages, page_table, seq_lens, query_starts, pages_per_layer)  # type: ignore[arg-type]
+    attention = AttentionInputs(positions, write_pages, page_table, seq_lens, query_starts, pages_per_layer)
     return StepArrays(token_ids, attention, logits_at, sample_slots)
 
 
@@ -106,27 +107,32 @@ def build_sampling(plan: StepPlan, shape: StepShape) -> SamplingArrays | None:
     rows = [(index, row) for index, row in zip(row_indices(plan, shape), plan.rows, strict=True) if row.samples]
     if all(_plainly_greedy(row) for _, row in rows):
         return None
-    arrays = SamplingArrays(
-        temperature=np.zeros(shape.rows, np.float32),
-        top_k=np.zeros(shape.rows, np.int32),
-        top_p=np.ones(shape.rows, np.float32),
-        min_p=np.zeros(shape.rows, np.float32),
-        seed=np.zeros(shape.rows, np.uint32),
-        position=np.zeros(shape.rows, np.int32),
-        suppress_ids=np.full((shape.rows, MAX_SUPPRESSED_IDS), -1, np.int32),
-    )
+    columns: dict[str, Any] = {
+        "temperature": np.zeros(shape.rows, np.float32),
+        "top_k": np.zeros(shape.rows, np.int32),
+        "top_p": np.ones(shape.rows, np.float32),
+        "min_p": np.zeros(shape.rows, np.float32),
+        "seed": np.zeros(shape.rows, np.uint32),
+        "position": np.zeros(shape.rows, np.int32),
+        "suppress_ids": np.full((shape.rows, MAX_SUPPRESSED_IDS), -1, np.int32),
+    }
     for index, row in rows:
         params = row.request.params
-        arrays.temperature[index] = params.temperature
-        arrays.top_k[index] = min(params.top_k, np.iinfo(np.int32).max)
-        arrays.top_p[index] = params.top_p
-        arrays.min_p[index] = params.min_p
-        arrays.seed[index] = row.request.seed
-        arrays.position[index] = row.start + row.num_tokens
+        columns["temperature"][index] = params.temperature
+        columns["top_k"][index] = min(params.top_k, np.iinfo(np.int32).max)
+        columns["top_p"][index] = params.top_p
+        columns["min_p"][index] = params.min_p
+        columns["seed"][index] = row.request.seed
+        columns["position"][index] = row.start + row.num_tokens
         if _below_minimum(row):
             ids = sorted(row.request.stop_ids)
-            arrays.suppress_ids[index, : len(ids)] = ids
-    return arrays
+            columns["suppress_ids"][index, : len(ids)] = ids
+    return SamplingArrays(**columns)
+
+
+def _zeros(*shape: int) -> Any:
+    """int32 zeros. Any, because a compiled step takes host arrays where its types say `jax.Array`."""
+    return np.zeros(shape, np.int32)
 
 
 def _input_token(row: PlannedRow) -> int:

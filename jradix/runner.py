@@ -138,6 +138,11 @@ class Runner:
             raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
 
 
+def wait_for(model: Transformer) -> None:
+    """Return once every parameter is on the device."""
+    jax.block_until_ready(nnx.state(model))
+
+
 def _sample_and_store(
     logits: jax.Array, next_tokens: jax.Array, slots: jax.Array, sampling: SamplingArrays | None
 ) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jradix import mesh
 from jradix.cache.pool import pages_that_fit
@@ -15,7 +14,7 @@ from jradix.model.config import ModelConfig
 from jradix.model.transformer import Transformer
 from jradix.model.weights import load_transformer, random_transformer
 from jradix.pallas.layout import KVLayout
-from jradix.runner import Runner
+from jradix.runner import Runner, wait_for
 from jradix.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES: dict[str, Any] = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -77,7 +76,7 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
         model = random_transformer(model_config, dtype=dtype, layer_loop=layer_loop, seed=config.random_seed)
     else:
         model = load_transformer(model_config, checkpoint, dtype=dtype, layer_loop=layer_loop)
-    jax.block_until_ready(nnx.state(model))  # so that what the pool may take is measured after the weights
+    wait_for(model)  # so that what the pool may take is measured after the weights
     return model
 
 

@@ -55,7 +55,9 @@ def test_temporaries_do_not_grow_with_the_page_table() -> None:
             jax.ShapeDtypeStruct((rows,), jnp.int32),
         ]
         attend = functools.partial(xla.decode_attention, scale=0.1, window=None, soft_cap=None, sinks=None)
-        return jax.jit(attend).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(attend).lower(*shapes).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert temporary_bytes(4096) < temporary_bytes(128) + 3 * rows * 4096 * 4
     assert temporary_bytes(4096) < 16 << 20

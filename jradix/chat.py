@@ -117,14 +117,14 @@ def _summary(out: dict[str, Any], interrupted: bool, num_compiled: int) -> str:
     meta = out["meta_info"]
     prompt, cached = meta["prompt_tokens"], meta.get("cached_tokens", 0)
     parts = [f"prompt {prompt} tokens: {cached} cached, {prompt - cached} computed"]
-    first = meta.get("time_to_first_token")
+    first, count = meta.get("time_to_first_token"), meta.get("completion_tokens", 0)
     if first is not None:
-        parts.append(f"first token {first * 1e3:,.0f} ms")
-    if num_compiled:
-        parts[-1] += f" ({num_compiled} programs compiled)"
-    count = meta.get("completion_tokens", 0)
+        compiled = f" ({num_compiled} program{'s' * (num_compiled > 1)} compiled)" if num_compiled else ""
+        parts.append(f"first token {first * 1e3:,.0f} ms{compiled}")
+    reply = f"reply {count} token{'s' * (count != 1)}"
     if first is not None and count > 1 and "e2e_latency" in meta:
-        parts.append(f"{count} tokens, {(count - 1) / (meta['e2e_latency'] - first):.0f} a second after it")
+        reply += f", {(count - 1) / (meta['e2e_latency'] - first):.0f} a second"
+    parts.append(reply)
     if interrupted:
         parts.append("interrupted")
     return f"[{'; '.join(parts)}]"

@@ -13,37 +13,35 @@ if TYPE_CHECKING:
     from jradix.engine import Engine
 
 SYSTEM = """\
-You are the assistant of the Harbour Street Library. Answer in one or two short sentences, and only from the facts \
-below. If the facts do not answer a question, say that you do not know and give the phone number of the front desk.
+You are a patient tutor at an evening school for adults. Your students work during the day, come from many \
+countries, and learn geography, history, literature and science. Follow these rules in every answer.
 
-Opening hours. The library is open from 9 am to 8 pm on Monday, Tuesday, Wednesday, Thursday and Friday. On Saturday \
-it is open from 10 am to 4 pm. On Sunday and on public holidays it is closed. The reading room on the second floor \
-closes half an hour before the rest of the building. The book return box beside the main door can be used day and \
-night.
+How to answer. Give the answer itself in the first sentence, and keep to one sentence if one is enough. Use short \
+words and short sentences, because many students are still learning English. Explain a technical term the first time \
+that you use it. Write numbers as digits and add the unit. Give dates as day, month and year. Use names of places as \
+they are written in English today, and add the older name only when a student asks about history.
 
-Library cards. A card is free for everybody who lives, works or studies in the city. To get one, bring a passport or \
-a driving licence and a letter that shows your address, for example an electricity bill. Children under 14 need the \
-signature of a parent. A card is valid for two years. A lost card is replaced for 3 dollars.
+What to leave out. Do not repeat the question. Do not begin with praise, and do not end with an offer of more help. \
+Do not guess: if you are not sure, say that you do not know, and name a kind of book or a person who could help, for \
+example an atlas, a dictionary or a librarian. Do not give medical or legal advice; tell the student to ask a doctor \
+or a lawyer instead. Do not talk about other students.
 
-Borrowing. You can borrow up to 20 items at a time. Books and audio books can be kept for 4 weeks, magazines and films \
-for 1 week. Every loan can be renewed twice, on the website or by phone, unless somebody else has reserved the item. \
-Reserved items wait at the front desk for 7 days. Items that come back late cost 20 cents a day, but never more than \
-5 dollars an item. Children pay no late fees. A lost or damaged item is charged at the price of a new copy.
+How to explain. When a student asks why something happens, name the cause first and the effect after it. Use one \
+example from daily life, such as cooking, travel, sport or the weather. When two things are easily confused, say in \
+one sentence what they share and in another how they differ. When a calculation is needed, show each step on a line \
+of its own, and check the result by doing the opposite calculation. If a drawing would help, describe what to draw \
+and where to begin.
 
-Computers and printing. There are 16 computers on the first floor, which can be used for 2 hours a day with a library \
-card. Wireless internet is free, and needs no password. Printing and copying cost 10 cents a page in black and white \
-and 30 cents in colour. Scanning is free: bring a memory stick.
+How to correct. When a student makes a mistake, say first what is right about the answer, then what is not, and then \
+how to see the difference. Correct at most one mistake of grammar at a time, and only if it makes the sentence hard \
+to understand. Never make fun of a mistake. When a student is right, say so in one word and go on.
 
-Rooms and events. Groups can book the meeting room on the third floor, which seats 12 people, up to 4 weeks ahead. A \
-story hour for children from 4 to 7 takes place every Wednesday at 4 pm in the children's corner. A book club meets \
-on the first Thursday of the month at 6 pm. New members are welcome, and there is tea. Once a year, in June, the \
-library sells books that it no longer needs in the courtyard, at 1 dollar a book.
-
-Getting here. The library stands at 12 Harbour Street, opposite the fish market. Buses 4 and 11 stop at the door. \
-There is a bicycle stand in the courtyard, but no car park. There is a lift to all floors. The phone number of the \
-front desk is 555 0142.
+How to go on. If a student seems tired, suggest a break of 10 minutes. If a student asks the same thing for the \
+third time, explain it in another way, with other words and another example. If a question has nothing to do with \
+the lesson, answer it in one sentence, and then return to the lesson. At the end of a lesson, ask the student to \
+tell you in 1 or 2 sentences what was new today. The lesson ends at 9 pm.
 """
-QUESTIONS = ["What is the phone number of the front desk?", "How many people fit in the meeting room?"]
+QUESTIONS = ["What is the capital of France?", "Which planet is closest to the sun?"]
 
 REPEATS = 3
 ENGINE: Mapping[str, Any] = {
@@ -52,7 +50,7 @@ ENGINE: Mapping[str, Any] = {
     "max_total_tokens": 8192,
     "max_running_requests": 1,
     "layer_loop": "scan",  # compiles in a fifth of the time of "unroll"
-    "chunked_prefill_size": 640,  # the whole prompt in one step, which is also the fastest without the cache
+    "chunked_prefill_size": 576,  # the whole prompt in one step, which is also the fastest without the cache
 }
 GREEDY = SamplingParams(temperature=0, max_new_tokens=48)
 ONE_TOKEN = SamplingParams(temperature=0, max_new_tokens=1)
@@ -96,18 +94,21 @@ def run() -> None:
         ("question 2, reusing", warm, warm_times),
         ("question 2, cache flushed", without, without_times),
     ]
-    print(f"{'':28}{'prompt':>8}{'cached':>8}{'computed':>10}{'first token':>14}")
+    for prompt, cached, computed, first_token in (
+        ("prompt", "cached", "computed", "first token"),
+        ("tokens", "tokens", "tokens", f"median of {REPEATS}"),
+    ):
+        print(f"{'':28}{prompt:>8}{cached:>8}{computed:>10}{first_token:>14}")
     for label, out, times in rows:
         meta = out["meta_info"]
         num_prompt, num_cached = meta["prompt_tokens"], meta["cached_tokens"]
         print(f"{label:28}{num_prompt:>8}{num_cached:>8}{num_prompt - num_cached:>10}{median(times) * 1e3:>11.0f} ms")
-    print(f"{'':28}{'tokens':>8}{'tokens':>8}{'tokens':>10}{f'median of {REPEATS}':>14}\n")
-
     ratio = median(without_times) / median(warm_times)
-    same = "the same" if warm["output_ids"] == without["output_ids"] else "another (bfloat16 rounds differently)"
-    print(
-        f"With the cache the first token of question 2 came {ratio:.1f} times sooner; the answer without it is {same}."
-    )
+    print(f"\nWith the cache, question 2 had its first token {ratio:.1f} times sooner.")
+    if warm["output_ids"] == without["output_ids"]:
+        print("Its answer without the cache is the same, token by token.")
+    else:  # two words were almost equally likely, and a prompt computed in other pieces rounds differently
+        print(f"bfloat16 rounded differently without the cache, and the answer came out as: {without['text']}")
 
 
 def _load(path: Path) -> "Engine":

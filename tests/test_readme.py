@@ -1,6 +1,7 @@
 """What README.md and docs/ promise exists: commands, options, extras, names, files and links."""
 
 import ast
+import dataclasses
 import importlib
 import re
 import shlex
@@ -10,6 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from jradix import EngineConfig, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -112,6 +115,18 @@ def test_every_python_example_parses_and_imports_public_names(text: str) -> None
             module = importlib.import_module(str(node.module))
             for alias in node.names:
                 assert alias.name in getattr(module, "__all__", ()), f"{node.module} does not export {alias.name}"
+
+
+@pytest.mark.parametrize(("heading", "config"), [("Engine", EngineConfig), ("Sampling", SamplingParams)])
+def test_the_configuration_tables_name_every_field_and_its_default(heading: str, config: type) -> None:
+    section = (ROOT / "docs" / "configuration.md").read_text("utf-8").partition(f"\n## {heading}\n")[2]
+    documented = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE))
+    assert list(documented) == [field.name for field in dataclasses.fields(config)]
+    for field in dataclasses.fields(config):
+        required = field.default is dataclasses.MISSING
+        default = documented[field.name]
+        assert required == (default == "required"), field.name
+        assert required or ast.literal_eval(default.strip("`")) == field.default, field.name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[str(document.relative_to(ROOT)) for document in DOCUMENTS])

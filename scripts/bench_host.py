@@ -5,7 +5,8 @@
 
 The engine is the real one, and so are its steps; the model is random and very narrow, with `--layers` layers, because
 the time of a dispatch grows with the number of arrays handed over and not with their size. Before each timed step the
-device is left to finish, so that the two do not compete for cores. Timers stand around these parts of `Engine.step`:
+device is left to finish. Time is CPU time of the thread that calls `Engine.step`, so neither the threads that XLA
+computes with nor other processes add to it. Timers stand around these parts:
 
     plan          Scheduler.plan: who decodes, pages for the next token
     arrays        the bucket and the padded arrays, sampling parameters too where rows are not greedy
@@ -73,18 +74,18 @@ def narrow_engine(layers: int, batch: int, steps: int, context_length: int) -> E
 
 
 class Stopwatch:
-    """Adds up seconds by part."""
+    """Adds up the thread's seconds by part, and keeps what each part returned last."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self.returned: dict[str, Any] = {}
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.perf_counter() - start
+            start = time.thread_time()
+            self.returned[part] = function(*args, **kwargs)
+            self.seconds[part] += time.thread_time() - start
+            return self.returned[part]
 
         return run
 
@@ -121,13 +122,15 @@ def host_seconds(engine: Engine, batch: int, steps: int, sampler: str) -> list[d
     rng = np.random.default_rng(0)
     prompts = [random_tokens(rng, engine.model_config.vocab_size, PROMPT_LEN) for _ in range(batch)]
     laps: list[dict[str, float]] = []
-    with decoding(engine, prompts, steps, **SAMPLERS[sampler]), timers(engine) as watch:
+    with decoding(engine, prompts, steps + 1, **SAMPLERS[sampler]), timers(engine) as watch:
+        engine.step()
+        watch.lap()
         num_compiled = engine.runner.num_compiled
         for _ in tqdm(range(steps), desc=sampler, unit="step", file=sys.stderr):
-            jax.block_until_ready(engine.runner.pool)
-            start = time.perf_counter()
+            jax.block_until_ready(watch.returned["dispatch"].tokens)
+            start = time.thread_time()
             engine.step()
-            whole = time.perf_counter() - start
+            whole = time.thread_time() - start
             lap = watch.lap()
             lap["bookkeeping"] = whole - sum(lap.values())
             laps.append(lap)

@@ -26,6 +26,7 @@ longest prefix, in whole pages, that a prompt shares with an earlier prompt or i
 
 import argparse
 import json
+import math
 import resource
 import sys
 import time
@@ -47,7 +48,7 @@ from bench_engine import (
 )
 from tqdm import tqdm
 
-from jradix import Engine
+from jradix import Engine, EngineConfig
 
 NUM_COST_PROMPTS = 6  # enough to fill many prefill steps
 
@@ -208,8 +209,8 @@ def measure_costs(engine: Engine, run: Run, scenario: Scenario) -> Costs:
     engine.cache.enabled = False
     prefill_token = prefill_seconds(engine, sample) / sum(map(len, sample))
     engine.cache.enabled = True  # decoding costs the same, and its prompts are sooner computed
-    middle = run.waves[len(run.waves) // 2]
-    steps = decode_step_seconds(engine, middle, scenario.output_len - 1)
+    together = run.waves[len(run.waves) // 2][: engine.config.max_running_requests]
+    steps = decode_step_seconds(engine, together, scenario.output_len - 1)
     engine.flush_cache()
     return Costs(prefill_token, median(steps))
 
@@ -226,17 +227,18 @@ def measure_scenario(
             advance()
         costs.append(measure_costs(engine, runs[True][-1], scenario))
         advance()
-    return summarize(scenario, runs[True], runs[False], costs, engine.config.page_size)
+    return summarize(scenario, runs[True], runs[False], costs, engine.config)
 
 
-def summarize(scenario: Scenario, on: list[Run], off: list[Run], costs: list[Costs], page_size: int) -> Result:
+def summarize(scenario: Scenario, on: list[Run], off: list[Run], costs: list[Costs], config: EngineConfig) -> Result:
     assert not any(run.cached_tokens for run in off), "tokens were cached with the cache off"
     on_s, off_s = median(run.seconds for run in on), median(run.seconds for run in off)
     prefill_token = median(cost.prefill_token for cost in costs)
     decode_step = median(cost.decode_step for cost in costs)
     prompt_tokens, cached_tokens = scenario.prompt_tokens, int(median(run.cached_tokens for run in on))
     computed_tokens = prompt_tokens - cached_tokens
-    decode_seconds = len(on[0].waves) * (scenario.output_len - 1) * decode_step  # the prefill samples one
+    num_batches = sum(math.ceil(len(wave) / config.max_running_requests) for wave in on[0].waves)
+    decode_seconds = num_batches * (scenario.output_len - 1) * decode_step  # the prefill samples the first token
     predicted = (prompt_tokens * prefill_token + decode_seconds) / (computed_tokens * prefill_token + decode_seconds)
     output_tokens = scenario.num_requests * scenario.output_len
     assert all(sum(map(len, run.outputs)) == output_tokens for run in on + off), "an output is not of its length"
@@ -253,7 +255,7 @@ def summarize(scenario: Scenario, on: list[Run], off: list[Run], costs: list[Cos
         bound=prompt_tokens / computed_tokens,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
-        ideal_cached_tokens=ideal_cached_tokens(on[-1].prompts, on[-1].outputs, page_size),
+        ideal_cached_tokens=ideal_cached_tokens(on[-1].prompts, on[-1].outputs, config.page_size),
         output_tokens=output_tokens,
         output_tokens_per_s_on=output_tokens / on_s,
         output_tokens_per_s_off=output_tokens / off_s,
@@ -334,9 +336,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add_engine_options(parser)
     parser.add_argument("--scenarios", nargs="+", choices=[s.name for s in SCENARIOS], help="default: all four")
     parser.add_argument("--one-by-one", action="store_true", help="each request waits for the one before it")
+    parser.add_argument("--max-running-requests", type=int, help="default: as many as ever arrive at once")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--quick", action="store_true", help="a small version of every scenario, for tests")
+    parser.add_argument("--quick", action="store_true", help="small scenarios, for tests; times include compilation")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     return parser.parse_args(arguments)
@@ -356,10 +359,11 @@ def main(arguments: list[str] | None = None) -> None:
     engine = make_engine(
         options,
         context_length=room * options.page_size,
-        max_running_requests=widest,
+        max_running_requests=options.max_running_requests or widest,
         max_total_tokens=widest * room * options.page_size,
     )
-    engine.warm_up()
+    if not options.quick:
+        engine.warm_up()
     num_compiled = engine.runner.num_compiled
     results: list[Result] = []
     with tqdm(total=3 * options.repeats * len(scenarios), unit="run", file=sys.stderr) as progress:
@@ -374,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
                 advance=progress.update,
             )
             results.append(result)
-    assert engine.runner.num_compiled == num_compiled, "something was compiled while it was timed"
+    assert options.quick or engine.runner.num_compiled == num_compiled, "something was compiled while it was timed"
     arrival = "one by one" if options.one_by_one else "all at once"
     title = f"{describe(options)}, {arrival}"
     print(title)

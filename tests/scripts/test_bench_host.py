@@ -25,7 +25,7 @@ def test_the_command_line_prints_each_part_and_their_sum(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = tmp_path / "host.json"
-    bench.main(["--batch", "4", "--steps", "6", "--layers", "2", "--context-length", "64", "--json", str(numbers)])
+    bench.main(["--batch", "4", "--steps", "6", "--layers", "1", "--context-length", "64", "--json", str(numbers)])
     printed = capsys.readouterr().out
     table = json.loads(numbers.read_text())
     assert list(table) == ["greedy", "sampled"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jradix import Engine
+from jradix import Engine, EngineConfig
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -29,8 +29,8 @@ def test_the_command_line_runs_all_scenarios_and_the_cache_saves_what_it_ideally
     bench: Any, tmp_path: Path, tiny_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers, picture = tmp_path / "prefix.json", tmp_path / "prefix.png"
-    engine_options = ["--model-path", str(tiny_path("llama")), "--dtype", "float32", "--chunked-prefill-size", "64"]
-    bench.main(["--quick", "--repeats", "1", *engine_options, "--json", str(numbers), "--plot", str(picture)])
+    model = ["--model-path", str(tiny_path("llama")), "--dtype", "float32", "--max-running-requests", "1"]
+    bench.main(["--quick", "--repeats", "1", *model, "--json", str(numbers), "--plot", str(picture)])
 
     printed = capsys.readouterr().out
     results = json.loads(numbers.read_text())["scenarios"]
@@ -61,7 +61,6 @@ def test_one_by_one_saves_the_same_and_the_cache_is_empty_and_on_afterwards(
         dtype="float32",
         skip_tokenizer_init=True,
         max_running_requests=2,
-        chunked_prefill_size=32,
         max_total_tokens=1024,
     )
     scenario = bench.Scenario("system", "one system prompt", 1, 2, 50, 6, 3)
@@ -99,7 +98,8 @@ def test_an_engine_that_spends_just_its_costs_reaches_the_prediction(bench: Any)
     prefill_token, decode_step = 0.5, 3.0
     off = bench.Run(4 * 128 * prefill_token + 10 * decode_step, [prompts], outputs, 0)
     on = bench.Run((4 * 128 - 288) * prefill_token + 10 * decode_step, [prompts], outputs, 288)
-    result = bench.summarize(scenario, [on], [off], [bench.Costs(prefill_token, decode_step)], 16)
+    config = EngineConfig(model_path="a model", page_size=16)
+    result = bench.summarize(scenario, [on], [off], [bench.Costs(prefill_token, decode_step)], config)
     assert result.ratio == pytest.approx(result.predicted_ratio)
     assert result.of_predicted == pytest.approx(1)
     assert result.bound == pytest.approx(512 / (512 - 288))

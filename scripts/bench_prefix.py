@@ -51,6 +51,7 @@ from tqdm import tqdm
 from jradix import Engine, EngineConfig
 
 NUM_COST_PROMPTS = 6  # enough to fill many prefill steps
+COST_TOKENS = 64  # requests whose decode steps are timed generate up to so many more
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,13 @@ class Scenario:
     turns: int = 1
 
     @property
+    def concurrency(self) -> int:
+        """Requests that arrive at once."""
+        return self.groups * self.members
+
+    @property
     def num_requests(self) -> int:
-        return self.groups * self.members * self.turns
+        return self.concurrency * self.turns
 
     @property
     def longest(self) -> int:
@@ -84,7 +90,7 @@ class Scenario:
         """Of all requests."""
         turns = range(self.turns)
         lens = [self.prefix_len + (turn + 1) * self.own_len + turn * self.output_len for turn in turns]
-        return self.groups * self.members * sum(lens)
+        return self.concurrency * sum(lens)
 
 
 SCENARIOS = (
@@ -352,15 +358,13 @@ def main(arguments: list[str] | None = None) -> None:
         for scenario in (QUICK_SCENARIOS if options.quick else SCENARIOS)
         if not options.scenarios or scenario.name in options.scenarios
     ]
-    longest = max(scenario.longest for scenario in scenarios)
-    # Room for every request of a wave without sharing, so that nothing is evicted or retracted in either mode.
-    widest = max(scenario.groups * scenario.members for scenario in scenarios)
-    room = -(-longest // options.page_size) + 2  # pages; some for the steps that measure costs
+    context_len = max(scenario.longest for scenario in scenarios) + COST_TOKENS
     engine = make_engine(
         options,
-        context_length=room * options.page_size,
-        max_running_requests=options.max_running_requests or widest,
-        max_total_tokens=widest * room * options.page_size,
+        context_length=-(-context_len // options.page_size) * options.page_size,
+        max_running_requests=options.max_running_requests or max(scenario.concurrency for scenario in scenarios),
+        # Room for every request of a wave without sharing, so that nothing is evicted or retracted in either mode.
+        max_total_tokens=max(s.concurrency * (s.longest + COST_TOKENS + options.page_size) for s in scenarios),
     )
     if not options.quick:
         engine.warm_up()

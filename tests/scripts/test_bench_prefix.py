@@ -82,6 +82,7 @@ def test_one_by_one_saves_the_same_and_the_cache_is_empty_and_on_afterwards(
         ([tokens(1, 2, 3, 4), tokens(1, 2, 3, 4)], [[7], [7]], 2),  # the last token is computed again
         ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4, 6], [7]], 4),  # 3 and 4 are an earlier output
         ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4], [7]], 2),  # 4 was sampled last: it has no KV
+        ([tokens(1, 2, 3, 4, 5, 6), tokens(1, 2, 9, 4, 8, 8)], [[7], [7]], 2),  # 4 is equal, behind a difference
         ([tokens(1, 2, 3), tokens(4, 2, 3)], [[7], [7]], 0),  # equal tokens behind a difference are no prefix
     ],
 )

@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,10 +17,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from jradix import Engine, EngineConfig, SamplingParams
+from jradix import Engine, EngineConfig, SamplingParams, cli
 from jradix.chat import Chat
 from jradix.cli import main
-from jradix.options import attribute_docs
+from jradix.options import attribute_docs, given_options
 
 SMALL = [
     "--dtype",
@@ -38,6 +39,26 @@ GREEDY = ["--temperature", "0", "--ignore-eos", "--max-new-tokens", "8"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Callable[[EngineConfig], Engine]]:
+    """Loads each configuration once, and hands it out with an empty cache: compiling is most of what a test costs."""
+    load_once = cache(cli._load)
+
+    def load_flushed(config: EngineConfig) -> Engine:
+        engine = load_once(config)
+        engine.check_idle()
+        engine.flush_cache()
+        return engine
+
+    yield load_flushed
+    load_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_shared(load: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_load", load)
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +268,11 @@ class InterruptingOutput(io.StringIO):
         return written
 
 
-def test_ctrl_c_ends_a_reply_and_not_the_chat(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(model_path=str(text_model), dtype="float32", page_size=4, max_total_tokens=512, layer_loop="scan")
+def test_ctrl_c_ends_a_reply_and_not_the_chat(
+    text_model: Path, load: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = given_options(EngineConfig, cli._parser().parse_args(["generate", *SMALL]))
+    engine = load(EngineConfig(model_path=str(text_model), **options))
     output = InterruptingOutput()
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand now?\n"))

@@ -48,16 +48,38 @@ def write_tokens(
     Writes to a page id outside the pool are dropped. Jitted with the pool donated, this updates it in place.
     """
     both = jnp.stack([keys, values], axis=2).astype(pool.dtype)  # [tokens, kv_heads, 2, head_dim]
+    # A TPU would copy the whole pool to scatter along its page_size axis, so there tokens are stored one by one.
+    return jax.lax.platform_dependent(pool, both, pages, offsets, tpu=_store_one_by_one, default=_scatter)
+
+
+def _scatter(pool: jax.Array, both: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    pages = jnp.where(pages < 0, pool.shape[0], pages)  # to jax, -1 is the last page
     return pool.at[pages, :, :, offsets].set(both, mode="drop")
+
+
+def _store_one_by_one(pool: jax.Array, both: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    def store(token: jax.Array, pool: jax.Array) -> jax.Array:
+        inside = (pages[token] >= 0) & (pages[token] < pool.shape[0])
+        at = (jnp.where(inside, pages[token], 0), 0, 0, offsets[token], 0)
+        slot = both[token][None, :, :, None]
+        kept = jax.lax.dynamic_slice(pool, at, slot.shape)
+        return jax.lax.dynamic_update_slice(pool, jnp.where(inside, slot, kept), at)
+
+    return jax.lax.fori_loop(0, pages.shape[0], store, pool)
 
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values of `pages` `[rows, n]`, each `[rows, kv_heads, n * page_size, head_dim]`.
 
-    Ids outside the pool are clamped to some page of it: the caller masks what it did not ask for.
-    The gather moves whole `[page_size * head_dim]` runs, with the head in the index, because XLA's CPU gather
-    copies element by element unless the innermost axis is long.
+    Ids outside the pool are clamped to some page of it: the caller masks what it did not ask for. Compiled for a CPU,
+    the gather moves whole `[page_size * head_dim]` runs, with the head in the index, because there XLA's gather copies
+    element by element unless the innermost axis is long. Elsewhere it moves pages as they lie: flattening the pool
+    would make a TPU copy all of it into another layout.
     """
+    return jax.lax.platform_dependent(pool, pages, cpu=_read_runs, default=_read_whole_pages)
+
+
+def _read_runs(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows, n = pages.shape
     _, heads, _, page_size, head_dim = pool.shape
     runs = pool.reshape(-1, page_size * head_dim)
@@ -67,3 +89,11 @@ def read_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]
         return runs.at[index + which].get(mode="clip").reshape(rows, heads, n * page_size, head_dim)
 
     return gather(KEY), gather(VALUE)
+
+
+def _read_whole_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows, n = pages.shape
+    _, heads, _, page_size, head_dim = pool.shape
+    both = pool.at[pages].get(mode="clip").transpose(3, 0, 2, 1, 4, 5)  # [2, rows, heads, n, page_size, head_dim]
+    both = both.reshape(2, rows, heads, n * page_size, head_dim)
+    return both[KEY], both[VALUE]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jradix.pallas import layout
 from jradix.pallas.layout import KVLayout, read_pages, write_tokens
 
 LAYOUT = KVLayout(layers=2, num_pages=5, page_size=4, kv_heads=3, head_dim=8)
@@ -24,7 +25,7 @@ def test_what_is_written_at_a_slot_is_read_from_its_page() -> None:
     assert np.count_nonzero(np.asarray(pool).any(axis=-1)) == 6 * 3 * 2, "nothing else may change"
 
 
-@pytest.mark.parametrize("page", [10, 2**31 - 1])
+@pytest.mark.parametrize("page", [10, -1, 2**31 - 1])
 def test_a_write_to_a_page_outside_the_pool_is_dropped(page: int) -> None:
     token = jnp.ones((1, 3, 8))
     pool = write_tokens(jnp.zeros(LAYOUT.shape), token, token, jnp.asarray([page]), jnp.asarray([0]))
@@ -41,3 +42,14 @@ def test_page_ids_beyond_a_table_s_end_do_not_overflow_into_other_rows_reads() -
     alone, _ = read_pages(pool, jnp.asarray([[3]]))
     beside, _ = read_pages(pool, jnp.asarray([[3, 2**31 - 1, -1]]))
     np.testing.assert_array_equal(beside[:, :, :4], alone)
+
+
+def test_what_a_tpu_runs_instead_gives_the_same_pool_and_the_same_pages() -> None:
+    rng = np.random.default_rng(0)
+    pool, both = (jnp.asarray(rng.normal(size=shape)) for shape in (LAYOUT.shape, (7, 3, 2, 8)))
+    pages, offsets = jnp.asarray([7, 7, 2, 10, -1, 2**31 - 1, 0]), jnp.asarray([0, 3, 1, 2, 0, 1, 3])
+    stored = layout._store_one_by_one(pool, both, pages, offsets)
+    np.testing.assert_array_equal(stored, layout._scatter(pool, both, pages, offsets))
+    table = jnp.asarray([[7, 2, -1], [0, 9, 2**31 - 1]])
+    for whole, runs in zip(layout._read_whole_pages(pool, table), layout._read_runs(pool, table), strict=True):
+        np.testing.assert_array_equal(whole[:, :, :8], runs[:, :, :8])

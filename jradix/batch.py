@@ -12,6 +12,7 @@ from jradix.model.attention import AttentionInputs
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.scheduler import PlannedRow, StepPlan
 
+INT32_MAX = 2**31 - 1
 MAX_SUPPRESSED_IDS = 16
 """The most ids that `min_new_tokens` can keep from being sampled: EOS and stop ids of one request."""
 
@@ -119,7 +120,7 @@ def build_sampling(plan: StepPlan, shape: StepShape) -> SamplingArrays | None:
     for index, row in rows:
         params = row.request.params
         columns["temperature"][index] = params.temperature
-        columns["top_k"][index] = min(params.top_k, np.iinfo(np.int32).max)
+        columns["top_k"][index] = min(params.top_k, INT32_MAX)
         columns["top_p"][index] = params.top_p
         columns["min_p"][index] = params.min_p
         columns["seed"][index] = row.request.seed

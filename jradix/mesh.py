@@ -30,7 +30,8 @@ def pool_budget_bytes(mem_fraction_static: float | None) -> int:
 
 def device_description() -> str:
     device = jax.devices()[0]
-    return f"{device.platform} ({device.device_kind})"
+    kind = device.device_kind
+    return kind if kind == device.platform else f"{device.platform} ({kind})"
 
 
 def _free_host_bytes() -> int:

@@ -83,10 +83,10 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None
+    prompt_len: int = field(init=False)  # read several times for each row and step
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.prompt_ids)
 
     @property
     def seq_len(self) -> int:

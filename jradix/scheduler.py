@@ -133,14 +133,13 @@ class Scheduler:
 
     def _plan_decodes(self, in_flight: bool) -> list[PlannedRow]:
         """One token for each running request whose prompt is done, retracting the youngest when pages run out."""
-        for request in list(self.running):
-            while request.state is RequestState.RUNNING and self._decodes(request):
-                if self._grow(request, request.computed_len + 1):
-                    break
+        decoding = [request for request in self.running if self._decodes(request)]
+        for request in decoding:
+            while request.state is RequestState.RUNNING and not self._grow(request, request.computed_len + 1):
                 if in_flight:
                     raise ResultsNeededError
                 self._retract(self.running[-1])
-        decoding = [request for request in self.running if self._decodes(request)]
+        decoding = [request for request in decoding if request.state is RequestState.RUNNING]
         # Attention reads the pages that neighbouring rows share only once.
         decoding.sort(key=lambda request: self.page_tables[request.slot, : request.num_pages].tobytes())
         return [PlannedRow(request, request.computed_len, 1, samples=True) for request in decoding]

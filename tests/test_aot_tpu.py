@@ -24,7 +24,7 @@ def test_a_step_updates_the_pool_in_place(topology: str, tmp_path: Path, tiny_pa
     mesh = tpu_mesh(topology)
     write_dummy_model(tiny_path("llama"), tmp_path, **GEOMETRY)
     options = {"load_format": "dummy", "dtype": "bfloat16", "layer_loop": "scan", "page_size": 16}
-    runner = start(tmp_path, max_total_tokens=64, **options).runner
+    runner = start(tmp_path, max_total_tokens=64, optimized=True, **options).runner
     pool = jax.ShapeDtypeStruct((LAYERS * PAGES, *runner.pool.shape[1:]), runner.pool.dtype)
     pool_bytes = prod(pool.shape) * pool.dtype.itemsize
     for shape in (StepShape(8, 0, 0, 16), StepShape(8, 32, 2, 16)):

@@ -34,10 +34,10 @@ def test_a_tiny_model_gives_the_tokens_of_transformers(name: str, tiny_path: Cal
     output_ids(engine, [prompt[:cut] for prompt, cut in zip(prompts, (4, 31, 54), strict=True)], greedy(1))
     assert output_ids(engine, prompts) == expected, "on top of a part of the prompt, beside each other"
 
-    for chunk in (16, 7, 1):
+    for chunk, count in ((16, 3), (7, 3), (1, 1)):
         engine.flush_cache()
         engine.scheduler.chunked_prefill_size = chunk  # a smaller chunk fits the same bucket: nothing to compile
-        assert output_ids(engine, prompts) == expected, f"in chunks of {chunk}, beside each other"
+        assert output_ids(engine, prompts[:count]) == expected[:count], f"in chunks of {chunk}, beside each other"
     engine.check_idle()
     assert engine.runner.num_compiled == 4, "the forward passes of decode and mixed steps, and a sampler for each"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,11 +170,11 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str
 
 def test_tokens_are_the_same_for_every_page_size_and_batch_size(one_layer: Path) -> None:
     """Pages of one token up to more than the context; one request at a time; one prompt token a step."""
-    options: list[dict[str, int]] = [{"page_size": size} for size in (1, 3, 16, 64, 128)]
+    options: list[dict[str, Any]] = [{"page_size": size, "max_total_tokens": 384} for size in (1, 3, 16, 64, 128)]
     options += [{"max_running_requests": 1, "chunked_prefill_size": 1}]
     outputs = []
     for option in options:
-        engine = start(one_layer, load_format="dummy", **({"max_total_tokens": 384} | option))
+        engine = start(one_layer, load_format="dummy", **option)
         outputs.append(output_ids(engine, REQUESTS[:40], PARAMS[:40]))
         outputs.append(output_ids(engine, REQUESTS[:40], PARAMS[:40]))
         engine.check_idle()

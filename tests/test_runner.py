@@ -14,6 +14,7 @@ from jradix import Engine, SamplingParams
 from jradix.config import StepShape
 from jradix.runner import UnplannedCompilationError
 from tests.tiny_engine import (
+    compile_quickly,
     counted_compilations,
     greedy,
     output_ids,
@@ -33,7 +34,7 @@ def copied_shapes(hlo: str) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
 def test_the_pool_is_updated_in_place(layer_loop: Literal["unroll", "scan"], tiny_path: Callable[[str], Path]) -> None:
-    engine = start(tiny_path("llama"), layer_loop=layer_loop, max_total_tokens=2**16)
+    engine = start(tiny_path("llama"), optimized=True, layer_loop=layer_loop, max_total_tokens=2**16)
     pool = engine.runner.pool
     for shape in (DECODE, MIXED):
         program = engine.runner.compiled_forward(shape)
@@ -60,7 +61,7 @@ def warm_engine(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[s
     """One layer of random weights, and all buckets of two rows and chunks of two tokens."""
     path = tmp_path_factory.mktemp("one_layer")
     write_dummy_model(tiny_path("llama"), path, num_hidden_layers=1)
-    return Engine(
+    engine = Engine(
         model_path=str(path),
         load_format="dummy",
         dtype="float32",
@@ -70,9 +71,11 @@ def warm_engine(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[s
         context_length=96,
         max_running_requests=2,
         chunked_prefill_size=2,
-        warmup=True,
         strict_compile=True,
     )
+    compile_quickly(engine)
+    engine.warm_up()
+    return engine
 
 
 def test_nothing_is_compiled_after_the_warm_up(warm_engine: Engine) -> None:

@@ -115,7 +115,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_path: C
         ({"page_size": 0}, "page_size must be an integer of at least 1, got 0"),
         ({"max_total_tokens": 3, "page_size": 4}, "max_total_tokens must be .*at least 4, got 3"),
         ({"context_length": 513}, "context_length must be at most 512"),
-        ({"radix_eviction_policy": "newest"}, "eviction_policy 'newest'"),
+        ({"radix_eviction_policy": "newest"}, "radix_eviction_policy must be one of"),
         ({"max_total_tokens": None, "mem_fraction_static": 1e-12}, "mem_fraction_static"),
         ({"skip_tokenizer_init": False}, "skip_tokenizer_init"),
     ],

@@ -1,8 +1,11 @@
 """What an engine is told when it starts: every default, every limit, and the bucket shapes that follow from them."""
 
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
+
+from jradix.cache.prefix_cache import EVICTION_POLICIES
 
 SchedulePolicy = Literal["fcfs"]
 LoadFormat = Literal["auto", "dummy"]
@@ -59,6 +62,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.type is bool:
+                _require(isinstance(getattr(self, field.name), bool), self, field.name, "True or False")
             if get_origin(field.type) is Literal:
                 _require(getattr(self, field.name) in get_args(field.type), self, field.name, f"one of {field.type}")
         for name, limit in (
@@ -73,7 +78,15 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or _is_int(value, limit), self, name, f"None or an integer of at least {limit}")
         fraction = self.mem_fraction_static
-        _require(fraction is None or 0 < fraction < 1, self, "mem_fraction_static", "None or between 0 and 1")
+        in_range = isinstance(fraction, float) and 0 < fraction < 1
+        _require(fraction is None or in_range, self, "mem_fraction_static", "None or a float between 0 and 1")
+        _require(isinstance(self.model_path, str | os.PathLike), self, "model_path", "a path or a hub id")
+        _require(
+            self.radix_eviction_policy in EVICTION_POLICIES,
+            self,
+            "radix_eviction_policy",
+            f"one of {EVICTION_POLICIES}",
+        )
         _require(self.tp_size == 1, self, "tp_size", "1: this version runs on one device")
 
     @classmethod

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,28 +47,19 @@ class Engine:
         self.tokenizer, self.runner, self.model_config = parts.tokenizer, parts.runner, parts.model_config
         self.context_length = parts.context_length
         self._layout, self._buckets = parts.layout, parts.buckets
-        self.cache = PrefixCache(
-            self._layout.num_pages - 1,
-            self.config.page_size,
-            eviction_policy=self.config.radix_eviction_policy,
-            enabled=not self.config.disable_radix_cache,
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            max_running_requests=self.config.max_running_requests,
-            chunked_prefill_size=self.config.chunked_prefill_size,
-            max_extend_rows=self._buckets.extend_rows[-1],
-            context_length=self.context_length,
-        )
+        self._start_afresh()
         self._submission = Submission(
             self.tokenizer,
             vocab_size=self.model_config.vocab_size,
             context_length=self.context_length,
             eos_ids=parts.eos_ids,
+            pool_tokens=(self._layout.num_pages - 1) * self.config.page_size,
             random_seed=self.config.random_seed,
         )
         self._in_flight: deque[_InFlight] = deque()
         self._outputs: dict[str, Output] = {}  # of live requests
+        self._to_abort: list[str] = []  # asked for from inside a step, by a stream that the garbage collector closed
+        self._stepping = False
         self._lock = threading.RLock()
         if self.config.warmup:
             self.warm_up()
@@ -85,7 +76,7 @@ class Engine:
         *,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
-        cache_salt: Hashable | None = None,
+        cache_salt: str | int | None = None,
     ) -> Any:
         """Generate from a prompt or from many at once.
 
@@ -122,7 +113,10 @@ class Engine:
             output = self._outputs.get(rid)
             if output is None:
                 return False
-            self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
+            if self._stepping:
+                self._to_abort.append(rid)  # this thread is inside a step, which must not lose a request half way
+            else:
+                self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
             return True
 
     def flush_cache(self) -> int:
@@ -147,6 +141,7 @@ class Engine:
         error goes to the caller.
         """
         with self._lock:
+            self._stepping = True
             try:
                 plan = self._plan()
                 if plan is not None:
@@ -156,6 +151,10 @@ class Engine:
             except BaseException as error:  # Ctrl-C too: it may fall between planning a step and launching it
                 self._recover(error)
                 raise
+            finally:
+                self._stepping = False
+            while self._to_abort:
+                self.abort_request(self._to_abort.pop())
 
     def _submit(
         self,
@@ -163,7 +162,7 @@ class Engine:
         input_ids: TokenIds | Sequence[TokenIds] | None,
         sampling_params: Params | Sequence[Params] | None,
         rid: str | Sequence[str] | None,
-        cache_salt: Hashable | None,
+        cache_salt: str | int | None,
     ) -> tuple[list[Output], bool]:
         requests, single = self._submission.requests(prompt, input_ids, sampling_params, rid, cache_salt)
         with self._lock:
@@ -259,9 +258,30 @@ class Engine:
         self._outputs.pop(request.id).finish()
 
     def _recover(self, error: BaseException) -> None:
-        """After a failed step nothing on the device can be trusted: drop it all, and let no caller wait for ever."""
+        """After a failed step trust nothing, on the device or in the books: start afresh and leave nobody waiting."""
         self._in_flight.clear()
-        for output in list(self._outputs.values()):
-            self._finish(output.request, FinishReason("abort", message=f"the step failed: {error!r}"))
-        self.cache.flush()
+        self._to_abort.clear()
+        self._start_afresh()
         self.runner.reset()
+        for output in self._outputs.values():
+            output.request.finish_reason = FinishReason("abort", message=f"the step failed: {error!r}")
+            output.request.finish_time = time.perf_counter()
+            output.request.change_state(RequestState.FINISHED)
+            output.finish()
+        self._outputs.clear()
+
+    def _start_afresh(self) -> None:
+        """An empty cache, and a scheduler without requests."""
+        self.cache = PrefixCache(
+            self._layout.num_pages - 1,
+            self.config.page_size,
+            eviction_policy=self.config.radix_eviction_policy,
+            enabled=not self.config.disable_radix_cache,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_running_requests=self.config.max_running_requests,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            max_extend_rows=self._buckets.extend_rows[-1],
+            context_length=self.context_length,
+        )

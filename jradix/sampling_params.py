@@ -97,7 +97,10 @@ def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> int
     limits = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} must be {limits}, got {value!r}")
-    number = value.__index__()
+    try:
+        number = value.__index__()
+    except TypeError:
+        raise ValueError(f"{name} must be {limits}, got {value!r}") from None
     if number < low or (high is not None and number > high):
         raise ValueError(f"{name} must be {limits}, got {value!r}")
     return number
@@ -109,7 +112,10 @@ def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_al
     limits = f"a finite number in {'[' if low_allowed else '('}{low:g}, {end}"
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be {limits}, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except (OverflowError, TypeError):
+        raise ValueError(f"{name} must be {limits}, got {type(value).__name__}") from None
     if not math.isfinite(number) or not low <= number <= high or (number == low and not low_allowed):
         raise ValueError(f"{name} must be {limits}, got {value!r}")
     return number
@@ -129,6 +135,6 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 def _token_ids(token_ids: Any) -> tuple[int, ...]:
     if token_ids is None:
         return ()
-    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__"):
+    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__") or getattr(token_ids, "ndim", 1) != 1:
         raise ValueError(f"stop_token_ids must be a list of token ids, got {token_ids!r}")
     return tuple(sorted({_integer("stop_token_ids", token_id, low=0) for token_id in token_ids}))

@@ -1,6 +1,6 @@
 """Turns what a caller of `generate` passes into validated requests; nothing is queued before all of it is right."""
 
-import itertools
+import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +26,12 @@ class Submission:
         vocab_size: int,
         context_length: int,
         eos_ids: frozenset[int],
+        pool_tokens: int,
         random_seed: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size, self._context_length, self._eos_ids = vocab_size, context_length, eos_ids
-        self._numbers = itertools.count()
+        self._pool_tokens = pool_tokens
         self._seeds = np.random.default_rng(random_seed)
 
     def requests(
@@ -46,6 +47,8 @@ class Submission:
         Raises:
             ValueError: names the argument, what was expected and what was given.
         """
+        if namespace is not None and (isinstance(namespace, bool) or not isinstance(namespace, str | int)):
+            raise ValueError(f"cache_salt must be a string, an integer or None, got {namespace!r}")
         prompts, single = self._prompts(prompt, input_ids)
         params = [
             _as_params(p)
@@ -118,14 +121,20 @@ class Submission:
             )
         seed = params.seed if params.seed is not None else int(self._seeds.integers(SEED_LIMIT))
         return Request(
-            id=rid if rid is not None else f"request-{next(self._numbers)}",
+            id=rid if rid is not None else uuid.uuid4().hex,
             prompt_ids=prompt_ids,
             params=params,
             stop_ids=stop_ids,
-            max_new_tokens=room if params.max_new_tokens is None else params.max_new_tokens,
+            max_new_tokens=self._as_many_as_fit(len(prompt_ids))
+            if params.max_new_tokens is None
+            else params.max_new_tokens,
             seed=seed,
             namespace=namespace,
         )
+
+    def _as_many_as_fit(self, prompt_len: int) -> int:
+        """The most output tokens; the KV of the last one is never written."""
+        return max(1, min(self._context_length - prompt_len, self._pool_tokens + 1 - prompt_len))
 
 
 def _as_params(params: Params | None) -> SamplingParams:
@@ -154,7 +163,9 @@ def _one_each(value: Any, count: int, name: str, single_types: tuple[type, ...])
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _shortened(value: Any) -> str:

@@ -10,8 +10,15 @@ from jradix.sampling_params import SamplingParams
 from jradix.submission import Submission
 
 
-def submission(random_seed: int = 0) -> Submission:
-    return Submission(None, vocab_size=100, context_length=32, eos_ids=frozenset({2}), random_seed=random_seed)
+def submission(random_seed: int = 0, pool_tokens: int = 1000) -> Submission:
+    return Submission(
+        None,
+        vocab_size=100,
+        context_length=32,
+        eos_ids=frozenset({2}),
+        pool_tokens=pool_tokens,
+        random_seed=random_seed,
+    )
 
 
 def requests_of(input_ids: Any, params: Any = None, rid: Any = None, random_seed: int = 0) -> list[Request]:
@@ -78,3 +85,14 @@ def test_seeds_are_the_callers_or_follow_from_the_engines() -> None:
 
 def test_every_request_is_in_the_callers_namespace() -> None:
     assert {request.namespace for request in requests_of([[3], [4]])} == {"salt"}
+
+
+@pytest.mark.parametrize("salt", [float("nan"), ["tenant"], {}, True, np.array([1]), ("a",)], ids=str)
+def test_a_salt_that_is_no_string_or_integer_is_refused_by_name(salt: object) -> None:
+    with pytest.raises(ValueError, match="cache_salt must be a string, an integer or None"):
+        submission().requests(None, [1, 2], None, None, salt)  # type: ignore[arg-type]
+
+
+def test_as_many_tokens_as_fit_stops_at_the_pool_as_well_as_at_the_context() -> None:
+    [request], _ = submission(pool_tokens=24).requests(None, [1, 2, 3], {"max_new_tokens": None}, None, None)
+    assert request.max_new_tokens == 24 + 1 - 3

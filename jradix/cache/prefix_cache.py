@@ -15,6 +15,8 @@ from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root, TokenIds, as_
 from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
 
+EVICTION_POLICIES = (*sorted(POLICIES), "adaptive")
+
 
 class PrefixCache:
     """Shares the KV pages of token prefixes between requests.
@@ -378,7 +380,6 @@ def make_queue(policy: str | Policy, num_pages: int, page_size: int) -> Eviction
         return ReuseQueue(num_pages, page_size)
     if isinstance(policy, str):
         if policy not in POLICIES:
-            known = ", ".join(sorted([*POLICIES, "adaptive"]))
-            raise ValueError(f"unknown eviction_policy {policy!r}: choose one of {known}")
+            raise ValueError(f"unknown eviction_policy {policy!r}: choose one of {', '.join(EVICTION_POLICIES)}")
         policy = POLICIES[policy]
     return HeapQueue(policy)

@@ -269,6 +269,23 @@ def test_after_a_failed_step_requests_are_aborted_and_the_engine_goes_on(
     assert output_ids(tiny_engine, PROMPTS) == expected
 
 
+def test_a_stream_that_dies_inside_a_step_ends_after_it(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may close a stream at any moment, in the thread that is planning a step."""
+    stream = tiny_engine.generate(input_ids=[5, 6, 7], sampling_params=greedy(50), stream=True)
+    next(stream)
+    plan = tiny_engine.scheduler.plan
+
+    def close_and_plan(**arguments: Any) -> Any:
+        planned = plan(**arguments)
+        stream.close()
+        return planned
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_engine.scheduler, "plan", close_and_plan)
+        tiny_engine.step()
+    tiny_engine.check_idle()
+
+
 def test_engine_takes_a_config_or_keywords(tiny_engine: Engine) -> None:
     with pytest.raises(ValueError, match="either an EngineConfig or keyword options"):
         Engine(tiny_engine.config, page_size=16)

@@ -198,6 +198,17 @@ def test_a_rid_is_unique_among_the_living_only(tiny_engine: Engine) -> None:
     assert again["meta_info"]["id"] == "mine"
 
 
+def test_a_closed_stream_does_not_abort_a_later_request_of_the_same_rid(tiny_engine: Engine) -> None:
+    """Request "x" of the first stream has ended, but its end waits behind the item of "y"."""
+    first = tiny_engine.generate(
+        input_ids=PROMPTS[:2], sampling_params=[greedy(40), greedy(1)], rid=["y", "x"], stream=True
+    )
+    assert next(first)["meta_info"]["id"] == "y"
+    later = tiny_engine.generate(input_ids=PROMPTS[2], sampling_params=greedy(3), rid="x", stream=True)
+    first.close()
+    assert list(later)[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
 def test_cache_salts_share_nothing(tiny_engine: Engine) -> None:
     prompt = list(range(40))
     for salt in (None, "a", "b", 1, "1", ""):

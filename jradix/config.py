@@ -5,9 +5,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-from jradix.cache.prefix_cache import EVICTION_POLICIES
-
 SchedulePolicy = Literal["fcfs"]
+EvictionPolicy = Literal["adaptive", "fifo", "filo", "lfu", "lru", "mru", "priority", "slru"]
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "bfloat16", "float32"]
 LayerLoop = Literal["auto", "scan", "unroll"]
@@ -51,7 +50,7 @@ class EngineConfig:
     max_running_requests: int = 64
     chunked_prefill_size: int = 512
     schedule_policy: SchedulePolicy = "fcfs"
-    radix_eviction_policy: str = "lru"
+    radix_eviction_policy: EvictionPolicy = "lru"
     disable_radix_cache: bool = False
     tp_size: int = 1
     random_seed: int = 0
@@ -65,7 +64,8 @@ class EngineConfig:
             if field.type is bool:
                 _require(isinstance(getattr(self, field.name), bool), self, field.name, "True or False")
             if get_origin(field.type) is Literal:
-                _require(getattr(self, field.name) in get_args(field.type), self, field.name, f"one of {field.type}")
+                choices = get_args(field.type)
+                _require(getattr(self, field.name) in choices, self, field.name, f"one of {', '.join(choices)}")
         for name, limit in (
             ("page_size", 1),
             ("max_running_requests", 1),
@@ -81,12 +81,6 @@ class EngineConfig:
         in_range = isinstance(fraction, float) and 0 < fraction < 1
         _require(fraction is None or in_range, self, "mem_fraction_static", "None or a float between 0 and 1")
         _require(isinstance(self.model_path, str | os.PathLike), self, "model_path", "a path or a hub id")
-        _require(
-            self.radix_eviction_policy in EVICTION_POLICIES,
-            self,
-            "radix_eviction_policy",
-            f"one of {EVICTION_POLICIES}",
-        )
         _require(self.tp_size == 1, self, "tp_size", "1: this version runs on one device")
 
     @classmethod

@@ -1,11 +1,12 @@
 """Options are validated where they are set, and every step that a limit allows has a bucket."""
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from jradix.config import Buckets, EngineConfig, StepShape
+from jradix.cache.prefix_cache import EVICTION_POLICIES
+from jradix.config import Buckets, EngineConfig, EvictionPolicy, StepShape
 
 
 def config(**options: Any) -> EngineConfig:
@@ -91,3 +92,7 @@ def test_a_step_above_the_largest_bucket_is_our_mistake() -> None:
 def test_a_shape_counts_its_rows_and_tokens() -> None:
     shape = StepShape(decode_rows=4, extend_tokens=32, extend_rows=2, max_pages=8)
     assert (shape.rows, shape.tokens) == (6, 36)
+
+
+def test_every_policy_of_the_cache_can_be_asked_for() -> None:
+    assert get_args(EvictionPolicy) == EVICTION_POLICIES

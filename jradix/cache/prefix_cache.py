@@ -15,7 +15,7 @@ from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root, TokenIds, as_
 from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
 
-EVICTION_POLICIES = (*sorted(POLICIES), "adaptive")
+EVICTION_POLICIES = tuple(sorted([*POLICIES, "adaptive"]))
 
 
 class PrefixCache:

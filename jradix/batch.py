@@ -13,6 +13,7 @@ from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.scheduler import PlannedRow, StepPlan
 
 INT32_MAX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_SUPPRESSED_IDS = 16
 """The most ids that `min_new_tokens` can keep from being sampled: EOS and stop ids of one request."""
 
@@ -119,7 +120,7 @@ def build_sampling(plan: StepPlan, shape: StepShape) -> SamplingArrays | None:
     }
     for index, row in rows:
         params = row.request.params
-        columns["temperature"][index] = params.temperature
+        columns["temperature"][index] = min(params.temperature, FLOAT32_MAX)
         columns["top_k"][index] = min(params.top_k, INT32_MAX)
         columns["top_p"][index] = params.top_p
         columns["min_p"][index] = params.min_p

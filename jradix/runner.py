@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from jradix import mesh
 from jradix.batch import MAX_SUPPRESSED_IDS, StepArrays
 from jradix.cache.pool import allocate_pool
 from jradix.config import Buckets, StepShape
@@ -38,6 +39,10 @@ class Runner:
     rows and kind (greedy or not). So the two multiply nothing: shapes x samplers would be several times as many
     programs. Tokens stay on the device: the sampler writes them to `next_tokens[slot]`, `[max_slots + 1]` int32, and
     the next forward pass reads them there, so the host may launch a step before it has seen the last one's tokens.
+
+    Attributes:
+        parameters: the model's, as a flat list.
+        compiler_options: XLA's, for programs still to be compiled.
     """
 
     def __init__(
@@ -50,24 +55,14 @@ class Runner:
         *,
         strict: bool = False,
     ) -> None:
-        graph, state = nnx.split(model)
-        self._parameters, structure = jax.tree.flatten(state)  # a flat list: jax walks it on every launch
+        self._forward, self.parameters = jit_forward(model)
+        self._sample = jax.jit(_sample_and_store, donate_argnums=1)
+        self.compiler_options = mesh.compiler_options()
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
         self._strict, self._warm = strict, False
         self._forwards: dict[StepShape, jax.stages.Compiled] = {}
         self._samplers: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self._vocab_size = model.config.vocab_size
-
-        def forward(
-            parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: StepArrays
-        ) -> tuple[jax.Array, jax.Array]:
-            merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-            known = jnp.asarray(arrays.token_ids)
-            token_ids = jnp.where(known >= 0, known, next_tokens[-1 - known])
-            return merged(token_ids, pool, arrays.attention, arrays.logits_at)
-
-        self._forward = jax.jit(forward, donate_argnums=1)
-        self._sample = jax.jit(_sample_and_store, donate_argnums=1)
         self.reset()
 
     @property
@@ -93,7 +88,7 @@ class Runner:
         """Dispatch a step and return at once. `sampling` None: every row that samples is greedy."""
         forward = self._compiled_forward(shape)
         sampler = self._compiled_sampler(shape.rows, greedy=sampling is None)
-        logits, self._pool = forward(self._parameters, self._pool, self._next_tokens, arrays)
+        logits, self._pool = forward(self.parameters, self._pool, self._next_tokens, arrays)
         tokens, self._next_tokens = sampler(logits, self._next_tokens, arrays.sample_slots, sampling)
         tokens.copy_to_host_async()
         return LaunchedStep(tokens)
@@ -119,9 +114,9 @@ class Runner:
     def _compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
         if shape not in self._forwards:
             self._refuse_if_strict(shape)
-            arrays = _abstract_arrays(shape, self._layout.num_pages)
-            lowered = self._forward.lower(self._parameters, self._pool, self._next_tokens, arrays)
-            self._forwards[shape] = lowered.compile()
+            arrays = abstract_arrays(shape, self._layout.num_pages)
+            lowered = self._forward.lower(self.parameters, self._pool, self._next_tokens, arrays)
+            self._forwards[shape] = lowered.compile(self.compiler_options)
         return self._forwards[shape]
 
     def _compiled_sampler(self, rows: int, *, greedy: bool) -> jax.stages.Compiled:
@@ -130,12 +125,33 @@ class Runner:
             logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
             slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
             sampling = None if greedy else _abstract_sampling(rows)
-            self._samplers[rows, greedy] = self._sample.lower(logits, self._next_tokens, slots, sampling).compile()
+            lowered = self._sample.lower(logits, self._next_tokens, slots, sampling)
+            self._samplers[rows, greedy] = lowered.compile(self.compiler_options)
         return self._samplers[rows, greedy]
 
     def _refuse_if_strict(self, program: object) -> None:
         if self._strict and self._warm:
             raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
+
+
+def jit_forward(model: Transformer) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """The forward pass of a step, `(parameters, pool, next_tokens, arrays) -> (logits, pool)`, and its parameters.
+
+    The pool is donated. A token id `-1 - slot` is looked up in `next_tokens`. Parameters are a flat list, because jax
+    walks them on every launch.
+    """
+    graph, state = nnx.split(model)
+    parameters, structure = jax.tree.flatten(state)
+
+    def forward(
+        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: StepArrays
+    ) -> tuple[jax.Array, jax.Array]:
+        merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
+        known = jnp.asarray(arrays.token_ids)
+        token_ids = jnp.where(known >= 0, known, next_tokens[-1 - known])
+        return merged(token_ids, pool, arrays.attention, arrays.logits_at)
+
+    return jax.jit(forward, donate_argnums=1), parameters
 
 
 def wait_for(model: Transformer) -> None:
@@ -154,7 +170,9 @@ def _sample_and_store(
     return tokens, next_tokens.at[slots].set(tokens)
 
 
-def _abstract_arrays(shape: StepShape, pages_per_layer: int) -> StepArrays:
+def abstract_arrays(shape: StepShape, pages_per_layer: int) -> StepArrays:
+    """Shapes and dtypes of a bucket's arrays, to compile for."""
+
     def ints(*dims: int) -> Any:
         return jax.ShapeDtypeStruct(dims, jnp.int32)
 

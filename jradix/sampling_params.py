@@ -9,6 +9,9 @@ from typing import Any
 SEED_LIMIT = 2**32
 """Seeds lie in [0, SEED_LIMIT): they travel to the device as uint32."""
 
+DEFAULT_MAX_NEW_TOKENS = 128
+"""What a caller who gives no limit gets, or fewer where context or pool have no room for so many."""
+
 _ALIASES = {"sampling_seed": "seed"}
 
 
@@ -21,6 +24,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: The most tokens to generate; 0 generates none, ``None`` as many as the context has room for.
+            The default, 128, is cut to what there is room for; another number that does not fit is refused.
         min_new_tokens: EOS and ``stop_token_ids`` cannot be sampled before this many tokens. Stop strings still end it.
         temperature: Logits are divided by it. 0 (in fact anything below 1e-6) is greedy: the most likely token.
         top_p: Keep the fewest most likely tokens whose probabilities sum to at least this, in (0, 1].
@@ -34,7 +38,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the output text.
     """
 
-    max_new_tokens: int | None = 128
+    max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0

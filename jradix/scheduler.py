@@ -140,8 +140,7 @@ class Scheduler:
                     raise ResultsNeededError
                 self._retract(self.running[-1])
         decoding = [request for request in decoding if request.state is RequestState.RUNNING]
-        # Attention reads the pages that neighbouring rows share only once.
-        decoding.sort(key=lambda request: self.page_tables[request.slot, : request.num_pages].tobytes())
+        decoding.sort(key=self._place_among_rows)
         return [PlannedRow(request, request.computed_len, 1, samples=True) for request in decoding]
 
     def _plan_extends(self) -> list[PlannedRow]:
@@ -157,6 +156,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             budget -= self._plan_chunk(request, budget, rows)
+        rows.sort(key=lambda row: self._place_among_rows(row.request))
         return rows
 
     def _plan_chunk(self, request: Request, budget: int, rows: list[PlannedRow]) -> int:
@@ -178,16 +178,12 @@ class Scheduler:
         match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
         # Before counting what is evictable: the match may be part of it.
         lock = self.cache.lock(match, recomputation=request.num_retractions > 0)
-        need = self._pages_for(request.seq_len + 1) - len(match.pages)
-        if self.running:
-            need += sum(self._expected_pages(other) for other in self.running)
+        # Beside others it must have room for a decoded token too, or it would be retracted at once.
+        need = self._pages_for(request.seq_len + bool(self.running)) - len(match.pages)
+        need += sum(self._expected_pages(other) for other in self.running)
         if need > self.cache.num_free + self.cache.num_evictable:
-            alone_fits = not self.running and self._pages_for(request.seq_len) - len(match.pages) <= (
-                self.cache.num_free + self.cache.num_evictable
-            )
-            if not alone_fits:
-                self.cache.unlock(lock)
-                return False
+            self.cache.unlock(lock)
+            return False
         request.change_state(RequestState.RUNNING)
         request.slot = self._free_slots.pop()
         request.lock = lock
@@ -262,6 +258,10 @@ class Scheduler:
     def _stuck(self) -> bool:
         """Whether running requests want a step and none could be planned: they hold the pool's last pages."""
         return any(request.wants_step for request in self.running)
+
+    def _place_among_rows(self, request: Request) -> bytes:
+        """A sort key: attention reads the pages that neighbouring rows share only once."""
+        return self.page_tables[request.slot, : request.num_pages].tobytes()
 
     def _expected_pages(self, request: Request) -> int:
         remaining = request.max_new_tokens - request.num_sampled

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jradix import mesh
 from jradix.cache.pool import pages_that_fit
@@ -41,9 +42,8 @@ def build(config: EngineConfig) -> Parts:
             little memory for one page.
     """
     if config.compilation_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    checkpoint = open_checkpoint(config.model_path)
+        _keep_compiled_programs_in(config.compilation_cache_dir)
+    checkpoint = open_checkpoint(config.model_path, weights=config.load_format != "dummy")
     model_config = ModelConfig.from_hf(checkpoint.config)
     context_length = _context_length(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
@@ -60,6 +60,13 @@ def build(config: EngineConfig) -> Parts:
     )
     eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_token_ids)
     return Parts(model_config, tokenizer, runner, layout, buckets, context_length, eos_ids)
+
+
+def _keep_compiled_programs_in(directory: str) -> None:
+    if jax.config.jax_compilation_cache_dir != directory:
+        reset_cache()  # jax keeps to the first directory it has used
+        jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from jradix.batch import MAX_SUPPRESSED_IDS
 from jradix.request import Request
-from jradix.sampling_params import SEED_LIMIT, SamplingParams
+from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
 from jradix.tokenizer import Tokenizer
 
 Params = SamplingParams | Mapping[str, Any]
@@ -106,12 +106,7 @@ class Submission:
         self, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, rid: str | None, namespace: Hashable | None
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
-        room = self._context_length - len(prompt_ids)
-        if params.max_new_tokens is not None and params.max_new_tokens > room:
-            raise ValueError(
-                f"max_new_tokens {params.max_new_tokens} does not fit: the prompt has {len(prompt_ids)} tokens and "
-                f"context_length is {self._context_length}, which leaves {room}; None asks for as many as fit"
-            )
+        max_new_tokens = self._max_new_tokens(params.max_new_tokens, len(prompt_ids))
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_ids)
@@ -125,16 +120,23 @@ class Submission:
             prompt_ids=prompt_ids,
             params=params,
             stop_ids=stop_ids,
-            max_new_tokens=self._as_many_as_fit(len(prompt_ids))
-            if params.max_new_tokens is None
-            else params.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             seed=seed,
             namespace=namespace,
         )
 
-    def _as_many_as_fit(self, prompt_len: int) -> int:
-        """The most output tokens; the KV of the last one is never written."""
-        return max(1, min(self._context_length - prompt_len, self._pool_tokens + 1 - prompt_len))
+    def _max_new_tokens(self, asked: int | None, prompt_len: int) -> int:
+        room = self._context_length - prompt_len
+        if asked is None or asked == DEFAULT_MAX_NEW_TOKENS:
+            # The KV of a request's last token is never written.
+            fits = max(1, min(room, self._pool_tokens + 1 - prompt_len))
+            return fits if asked is None else min(asked, fits)
+        if asked > room:
+            raise ValueError(
+                f"max_new_tokens {asked} does not fit: the prompt has {prompt_len} tokens and context_length is "
+                f"{self._context_length}, which leaves {room}; None asks for as many as fit"
+            )
+        return asked
 
 
 def _as_params(params: Params | None) -> SamplingParams:

@@ -32,7 +32,6 @@ from unittest.mock import patch
 import jax
 import numpy as np
 from bench_engine import decoding, random_tokens
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
 import jradix.engine
@@ -63,7 +62,6 @@ def narrow_engine(layers: int, batch: int, steps: int, context_length: int) -> E
     }
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(config))
-        save_file({}, Path(directory, "model.safetensors"))
         return Engine(
             model_path=directory,
             load_format="dummy",

@@ -42,7 +42,6 @@ from bench_engine import (
 from tqdm import tqdm
 
 from jradix import Engine
-from jradix.config import Buckets
 
 BATCHES = (1, 16)
 
@@ -72,8 +71,7 @@ class Work:
     @classmethod
     def of(cls, engine: Engine, prompt_len: int) -> "Work":
         config = engine.model_config
-        shape = Buckets.of(engine.config, engine.context_length).decode_shape(1, 1)
-        parameters = jax.tree.leaves(engine.runner.compiled_forward(shape).in_avals[0][0])
+        parameters = engine.runner.parameters
         num_weights = sum(array.size for array in parameters)
         itemsize = parameters[0].dtype.itemsize
         head = config.vocab_size * config.hidden_size

@@ -1,16 +1,20 @@
 """The step compiled ahead of time for TPUs: what the chip would need, without one."""
 
+import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jradix.config import StepShape
-from jradix.runner import _abstract_arrays
+from jradix.model.config import ModelConfig
+from jradix.model.weights import random_transformer
+from jradix.pallas.layout import KVLayout
+from jradix.runner import abstract_arrays, jit_forward
 from tests.test_runner import copied_shapes
-from tests.tiny_engine import start, write_dummy_model
 from tests.tpu_topology import compile_for, on, tpu_mesh
 
 LAYERS = 4
@@ -19,17 +23,19 @@ PAGES = 2048  # of a layer
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_a_step_updates_the_pool_in_place(topology: str, tmp_path: Path, tiny_path: Callable[[str], Path]) -> None:
+def test_a_step_updates_the_pool_in_place(topology: str, tiny_path: Callable[[str], Path]) -> None:
     """A 128 MiB pool in the carry of a scan over layers, as an engine on a TPU runs it."""
     mesh = tpu_mesh(topology)
-    write_dummy_model(tiny_path("llama"), tmp_path, **GEOMETRY)
-    options = {"load_format": "dummy", "dtype": "bfloat16", "layer_loop": "scan", "page_size": 16}
-    runner = start(tmp_path, max_total_tokens=64, optimized=True, **options).runner
-    pool = jax.ShapeDtypeStruct((LAYERS * PAGES, *runner.pool.shape[1:]), runner.pool.dtype)
+    config = ModelConfig.from_hf(json.loads((tiny_path("llama") / "config.json").read_text()) | GEOMETRY)
+    model = random_transformer(config, dtype=jnp.bfloat16, layer_loop="scan", seed=0)
+    forward, parameters = jit_forward(model)
+    layout = KVLayout(LAYERS, PAGES, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
+    next_tokens = jax.ShapeDtypeStruct((9,), jnp.int32)
     pool_bytes = prod(pool.shape) * pool.dtype.itemsize
     for shape in (StepShape(8, 0, 0, 16), StepShape(8, 32, 2, 16)):
-        arrays = _abstract_arrays(shape, PAGES)
-        program = compile_for(mesh, runner._forward, *on(mesh, (runner._parameters, pool, runner._next_tokens, arrays)))
+        arrays = abstract_arrays(shape, PAGES)
+        program = compile_for(mesh, forward, *on(mesh, (parameters, pool, next_tokens, arrays)))
         memory = program.memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == pool_bytes

@@ -62,11 +62,11 @@ def test_weights_and_pool_have_the_dtype_asked_for(one_layer: Path) -> None:
     for name, dtype in (("auto", jnp.bfloat16), ("bfloat16", jnp.bfloat16), ("float32", jnp.float32)):
         runner = build(one_layer, dtype=name).runner
         assert runner.pool.dtype == dtype
-        assert {parameter.dtype for parameter in runner._parameters} == {jnp.dtype(dtype)}
+        assert {parameter.dtype for parameter in runner.parameters} == {jnp.dtype(dtype)}
 
 
 def test_dummy_weights_follow_from_the_seed(one_layer: Path) -> None:
-    first, again, other = (build(one_layer, random_seed=seed).runner._parameters for seed in (0, 0, 1))
+    first, again, other = (build(one_layer, random_seed=seed).runner.parameters for seed in (0, 0, 1))
     assert all(bool((a == b).all()) for a, b in zip(first, again, strict=True))
     assert not all(bool((a == b).all()) for a, b in zip(first, other, strict=True))
 
@@ -78,13 +78,13 @@ def test_eos_ids_are_the_tokenizers_or_without_one_the_configs(one_layer: Path, 
     assert parts.eos_ids == {2}
 
 
-def test_compiled_programs_are_kept_where_asked(one_layer: Path, tmp_path: Path) -> None:
+def test_compiled_programs_are_kept_where_each_engine_asks(one_layer: Path, tmp_path: Path) -> None:
     before = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
-    directory = tmp_path / "programs"
     try:
-        parts = build(one_layer, compilation_cache_dir=str(directory), context_length=32, max_running_requests=1)
-        parts.runner.compiled_forward(parts.buckets.decode_shape(1, 1))
-        assert any(directory.iterdir())
+        for directory in (tmp_path / "programs", tmp_path / "others"):
+            parts = build(one_layer, compilation_cache_dir=str(directory), context_length=32, max_running_requests=1)
+            parts.runner.compiled_forward(parts.buckets.decode_shape(1, 1))
+            assert any(directory.iterdir())
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

@@ -10,11 +10,11 @@ from jradix.sampling_params import SamplingParams
 from jradix.submission import Submission
 
 
-def submission(random_seed: int = 0, pool_tokens: int = 1000) -> Submission:
+def submission(random_seed: int = 0, pool_tokens: int = 1000, context_length: int = 32) -> Submission:
     return Submission(
         None,
         vocab_size=100,
-        context_length=32,
+        context_length=context_length,
         eos_ids=frozenset({2}),
         pool_tokens=pool_tokens,
         random_seed=random_seed,
@@ -22,7 +22,7 @@ def submission(random_seed: int = 0, pool_tokens: int = 1000) -> Submission:
 
 
 def requests_of(input_ids: Any, params: Any = None, rid: Any = None, random_seed: int = 0) -> list[Request]:
-    requests, _ = submission(random_seed).requests(None, input_ids, params or {"max_new_tokens": 4}, rid, "salt")
+    requests, _ = submission(random_seed).requests(None, input_ids, params, rid, "salt")
     return requests
 
 
@@ -61,6 +61,15 @@ def test_params_are_one_for_all_or_one_each() -> None:
 
 def test_max_new_tokens_none_is_what_the_context_has_room_for() -> None:
     assert requests_of([3] * 20, {"max_new_tokens": None})[0].max_new_tokens == 12
+
+
+def test_who_sets_no_max_new_tokens_is_never_told_that_it_does_not_fit() -> None:
+    assert requests_of([3] * 20, None)[0].max_new_tokens == 12
+    assert requests_of([3] * 20, SamplingParams(temperature=0))[0].max_new_tokens == 12
+    [request], _ = submission(context_length=512, pool_tokens=24).requests(None, [1, 2, 3], None, None, None)
+    assert request.max_new_tokens == 24 + 1 - 3
+    [request], _ = submission(context_length=512, pool_tokens=512).requests(None, [1, 2, 3], None, None, None)
+    assert request.max_new_tokens == 128
 
 
 def test_eos_and_stop_ids_end_a_request() -> None:

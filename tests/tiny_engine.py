@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models
 
 from jradix import Engine, SamplingParams
@@ -63,27 +62,14 @@ def write_text_model(source: Path, target: Path) -> None:
 
 
 def write_dummy_model(source: Path, target: Path, **changes: Any) -> None:
-    """A model directory with the config of `source`, changed, and no weights worth mentioning: load it as "dummy"."""
+    """A model directory with the config of `source`, changed, and no weights: load it as "dummy"."""
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | changes))
-    save_file({"unused": np.zeros(1, np.float32)}, target / "model.safetensors")
-
-
-class Unoptimized:
-    """Stands for a jitted function, and compiles it without LLVM's optimizations, in half the time."""
-
-    def __init__(self, jitted: Any) -> None:
-        self._stage = jitted
-
-    def lower(self, *args: Any) -> "Unoptimized":
-        return Unoptimized(self._stage.lower(*args))
-
-    def compile(self) -> jax.stages.Compiled:
-        return self._stage.compile({"xla_backend_optimization_level": 0})
 
 
 def compile_quickly(engine: Engine) -> None:
-    engine.runner._forward = Unoptimized(engine.runner._forward)  # type: ignore[assignment]
+    """Compile without LLVM's optimizations, in half the time."""
+    engine.runner.compiler_options = {"xla_backend_optimization_level": 0}
 
 
 def start(path: Path, *, optimized: bool = False, **options: Any) -> Engine:
@@ -152,7 +138,7 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         num_pages = engine.cache.num_total + 1  # of a layer, the null page included
         arrays = build_arrays(plan, shape, engine.scheduler.page_tables, engine.config.page_size, num_pages)
         forward = runner.compiled_forward(shape)
-        logits, pool = forward(runner._parameters, runner.pool, runner._next_tokens, arrays)
+        logits, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
         runner.replace_pool(pool)
         logits = np.asarray(logits)[shape.decode_rows]
         if plan.extend[0].samples:

@@ -19,7 +19,8 @@ from jradix.model.safetensors_checkpoint import SafetensorsCheckpoint
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt"]
+_HUB_FILES = ["*.json", "tokenizer.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt"]
+_HUB_WEIGHTS = ["model*.safetensors"]
 _HUB_SUBDIRECTORIES = ["*/*"]  # the same weights in other formats
 
 
@@ -55,7 +56,9 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(model_path: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    model_path: str | os.PathLike[str], *, revision: str | None = None, weights: bool = True
+) -> Checkpoint:
     """Opens a model and checks that its files are whole; no tensor is read yet.
 
     Args:
@@ -63,6 +66,8 @@ def open_checkpoint(model_path: str | os.PathLike[str], *, revision: str | None 
             file and no config.json, or the id of a model on the Hugging Face hub. Something that exists is never
             taken for an id. Downloads show their progress and stay in the hub's cache.
         revision: Branch, tag or commit on the hub; no meaning for local files.
+        weights: False where the config is all that is wanted: the tensors of a Hugging Face model need not be there,
+            and are not downloaded.
 
     Raises:
         CheckpointError: (a ``ValueError``) nothing is there, files are missing or corrupt, or of an unknown kind.
@@ -73,17 +78,17 @@ def open_checkpoint(model_path: str | os.PathLike[str], *, revision: str | None 
         )
     path = Path(model_path).expanduser()
     if not path.exists():
-        path = _download(model_path, revision)
+        path = _download(model_path, revision, weights)
     if path.is_dir():
-        return _open_directory(path)
+        return _open_directory(path, weights)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: expected the directory that holds this file beside config.json; pass that")
     return GGUFCheckpoint(path)
 
 
-def _open_directory(directory: Path) -> Checkpoint:
+def _open_directory(directory: Path, weights: bool) -> Checkpoint:
     if (directory / "config.json").is_file():
-        return SafetensorsCheckpoint(directory)
+        return SafetensorsCheckpoint(directory, weights=weights)
     gguf_files = sorted(directory.glob("*.gguf"))
     if len(gguf_files) == 1:
         return GGUFCheckpoint(gguf_files[0])
@@ -96,7 +101,7 @@ def _open_directory(directory: Path) -> Checkpoint:
     )
 
 
-def _download(model_path: str | os.PathLike[str], revision: str | None) -> Path:
+def _download(model_path: str | os.PathLike[str], revision: str | None, weights: bool) -> Path:
     if not isinstance(model_path, str) or not _HUB_ID.fullmatch(model_path) or model_path.endswith(".gguf"):
         raise CheckpointError(
             f"model_path {os.fspath(model_path)!r}: there is no such file or directory, and it is no id of the "
@@ -104,7 +109,10 @@ def _download(model_path: str | os.PathLike[str], revision: str | None) -> Path:
         )
     try:
         snapshot = huggingface_hub.snapshot_download(
-            model_path, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBDIRECTORIES
+            model_path,
+            revision=revision,
+            allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights,
+            ignore_patterns=_HUB_SUBDIRECTORIES,
         )
     except Exception as error:  # of the network, the hub, the cache: to the user all the same, the model is not there
         at = f" at revision {revision!r}" if revision else ""

@@ -21,16 +21,20 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 class SafetensorsCheckpoint:
     """Tensors by their Hugging Face names, read one at a time; see ``jradix.model.checkpoint.Checkpoint``.
 
+    Without ``weights`` only config.json is read, and there are no tensors.
+
     All headers are read and checked at once. The files are read, not mapped: pages of a mapping count as memory of
     this process for as long as it lives, so reading a 302 MB file costs 605 MB mapped, 303 MB read.
 
     Raises ``CheckpointError`` for missing or corrupt files and for an index that does not match its shards.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, weights: bool = True) -> None:
         self.path = directory
         self.config: dict[str, Any] = _read_json(directory / _CONFIG)
         self._files: dict[str, tuple[Path, Any]] = {}
+        if not weights:
+            return
         if (directory / _SINGLE).is_file():
             file = _open(directory / _SINGLE)
             self._files = dict.fromkeys(file.keys(), (directory / _SINGLE, file))

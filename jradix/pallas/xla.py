@@ -3,10 +3,10 @@
 Queries are cut into tiles that belong to one row each; a decode row is a tile of one query. Tiles are taken a group at
 a time, and a group walks the keys and values of its rows block by block (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018; the blocking is that of FlashAttention, Dao et al., 2022). Pages that all rows of a
-group start with are read once for the whole group (the idea of Hydragen, Juravsky et al., 2024), so rows that share
-a prefix should stand side by side. What is gathered at any moment is one block of one group, `BLOCK_LEN` positions of
-each of its rows, however long the rows are. Loops end at the longest row of the group, so padded page tables cost
-nothing.
+group start with are read once for the whole group (the idea of Hydragen, Juravsky et al., 2024), so groups end where a
+run of rows with a common prefix does, and such rows should stand side by side. What is gathered at any moment is one
+block of one group, however long the rows are. Loops end at the last group and at its longest row, so padding rows and
+padded page tables cost nothing.
 """
 
 import math
@@ -20,10 +20,13 @@ from jradix.pallas.layout import kv_heads_of, page_size_of, read_pages
 GROUP_TILES = 16
 GROUP_QUERIES = 768
 """Tiles, and queries of a KV head, that walk together: more share a prefix at once, but the short wait for the long."""
+MIN_SHARERS = 4
+"""So many rows with a common prefix get groups of their own: fewer are not worth the places that these leave empty."""
 BLOCK_LEN = 128
 """Positions of keys gathered at a time for each tile of a group: what is gathered and its scores fit a core's cache."""
 TALL_QUERIES = 256
-"""From so many queries on, blocks are twice as long: their matmuls gain more than ragged ends lose."""
+"""From so many queries on, and for keys that a group shares, blocks are twice as long: the operations of a block take
+a CPU 0.1 ms however small it is, which is more than ragged ends lose."""
 MAX_TILE_LEN = 128
 MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
 LOG2_E = math.log2(math.e)
@@ -162,23 +165,49 @@ def extend_attention(
 
 
 def _tile_len(tokens: int, rows: int) -> int:
-    """Long tiles reread keys less often, short ones waste less where many rows share the tokens."""
-    return min(MAX_TILE_LEN, 1 << max(3, math.ceil(math.log2(max(1, tokens // rows)))), tokens)
+    """Long tiles reread keys less often, short ones waste less at the end of each row."""
+    return min(MAX_TILE_LEN, 1 << max(3, math.ceil(math.log2(max(1, tokens // rows))) - 1), tokens)
 
 
 def _attend(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Array | None) -> jax.Array:
-    """Attention output of every tile, shaped and typed like `tiles.q`."""
+    """Attention output of every tile, shaped and typed like `tiles.q`; tiles without queries come last."""
     num_tiles, _, queries, _ = tiles.q.shape
-    group = min(num_tiles, GROUP_TILES, max(1, GROUP_QUERIES // queries))
-    padding = -num_tiles % group
+    size = min(num_tiles, GROUP_TILES, max(1, GROUP_QUERIES // queries))
+    members, num_groups = _groups(tiles, size, min(tiles.page_table.shape[1], -(-BLOCK_LEN // page_size_of(pool))))
 
-    def grouped(x: jax.Array, fill: int) -> jax.Array:
-        padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
-        return padded.reshape(-1, group, *x.shape[1:])
+    def attend(group: jax.Array, out: jax.Array) -> jax.Array:
+        some = members[group]
+        picked = Tiles(
+            tiles.q.at[some].get(mode="fill", fill_value=0),
+            tiles.positions.at[some].get(mode="fill", fill_value=-1),
+            tiles.page_table.at[some].get(mode="fill", fill_value=0),
+        )
+        return out.at[some].set(_attend_group(picked, pool, scoring, sinks), mode="drop")
 
-    groups = Tiles(grouped(tiles.q, 0), grouped(tiles.positions, -1), grouped(tiles.page_table, 0))
-    out = jax.lax.map(lambda some: _attend_group(some, pool, scoring, sinks), groups)
-    return out.reshape(-1, *tiles.q.shape[1:])[:num_tiles]
+    return jax.lax.fori_loop(0, num_groups, attend, jnp.zeros_like(tiles.q))
+
+
+def _groups(tiles: Tiles, size: int, num_leading: int) -> tuple[jax.Array, jax.Array]:
+    """Up to `size` neighbouring tiles a group: their indices, int32 `[tiles, size]`, and the number of groups.
+
+    Runs of decode rows with the same `num_leading` first pages share no group with others, if they are long enough.
+    Tiles of more queries just follow each other: arithmetic, not reading, is what they take time for, and that grows
+    with the places left empty. Places without a tile hold `num_tiles`.
+    """
+    num_tiles = tiles.q.shape[0]
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    live = tiles.positions.max(axis=1) >= 0
+    leading = tiles.page_table[:, :num_leading]
+    starts = jnp.concatenate([jnp.ones(1, bool), (leading[1:] != leading[:-1]).any(axis=1)])  # of a run
+    run = jnp.cumsum(starts) - 1
+    shared = jnp.zeros(num_tiles, jnp.int32).at[run].add(live)[run] >= MIN_SHARERS
+    breaks = starts & (shared | jnp.roll(shared, 1)) & (tiles.positions.shape[1] == 1)
+    place = (tile - jax.lax.cummax(jnp.where(breaks, tile, 0))) % size
+    group = jnp.cumsum(place == 0, dtype=jnp.int32) - 1
+    members = jnp.full((num_tiles, size), num_tiles, jnp.int32)
+    return members.at[jnp.where(live, group, num_tiles), place].set(tile, mode="drop"), jnp.where(
+        live, group + 1, 0
+    ).max()
 
 
 def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Array | None) -> jax.Array:
@@ -191,7 +220,7 @@ def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Ar
     block_len = BLOCK_LEN if tiles.q.shape[2] < TALL_QUERIES else 2 * BLOCK_LEN
     block_pages = min(tiles.page_table.shape[1], max(1, block_len // page_size))
     block_len = block_pages * page_size
-    page_table = jnp.pad(tiles.page_table, [(0, 0), (0, block_pages)])  # a block may reach past the last page
+    page_table = jnp.pad(tiles.page_table, [(0, 0), (0, block_pages)])  # the last block may reach past the last page
     last = tiles.positions.max(axis=1)  # [tiles], -1 for a tile with no query
     end = last.max() + 1
     earliest = jnp.where(tiles.positions >= 0, tiles.positions, end).min()
@@ -201,7 +230,7 @@ def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Ar
     if scoring.window is None:
         leader, shared_pages = _shared_pages(page_table, last >= 0)
         shared_pages = jnp.minimum(shared_pages, jnp.minimum(earliest + 1, end) // page_size)
-        softmax = _add_shared(softmax, tiles.q, pool, leader, shared_pages, block_pages, scoring)
+        softmax = _add_shared(softmax, tiles.q, pool, leader, shared_pages, scoring)
         num_whole = (jnp.minimum(earliest + 1, end) - shared_pages * page_size) // block_len
         first_page = shared_pages
     else:
@@ -236,12 +265,13 @@ def _add_shared(
     pool: jax.Array,
     pages: jax.Array,
     num_pages: jax.Array,
-    block_pages: int,
     scoring: Scoring,
 ) -> Softmax:
     """Add the first `num_pages` of `pages`, which every tile of the group sees: their queries are one tall matmul."""
     num_tiles, kv_heads, queries, _ = q.shape
+    block_pages = min(pages.shape[0], max(1, 2 * BLOCK_LEN // page_size_of(pool)))
     block_len = block_pages * page_size_of(pool)
+    pages = jnp.pad(pages, (0, block_pages))  # the last block may reach past the last page
 
     def folded(x: jax.Array) -> jax.Array:
         return x.transpose(1, 0, 2, 3).reshape(1, kv_heads, num_tiles * queries, -1)

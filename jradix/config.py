@@ -31,6 +31,8 @@ class EngineConfig:
         schedule_policy: which waiting request goes first.
         radix_eviction_policy: which cached pages are given up first.
         disable_radix_cache: never reuse KV between requests.
+        min_copied_tokens: where a cached prefix ends inside a page, the page is copied if at least so many of its
+            tokens agree. None: only whole pages are reused.
         tp_size: devices that share each layer.
         random_seed: of requests that set no seed, and of dummy weights.
         layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" unrolls on a GPU.
@@ -52,6 +54,7 @@ class EngineConfig:
     schedule_policy: SchedulePolicy = "fcfs"
     radix_eviction_policy: EvictionPolicy = "lru"
     disable_radix_cache: bool = False
+    min_copied_tokens: int | None = 1
     tp_size: int = 1
     random_seed: int = 0
     layer_loop: LayerLoop = "auto"
@@ -74,7 +77,7 @@ class EngineConfig:
             ("random_seed", 0),
         ):
             _require(_is_int(getattr(self, name), limit), self, name, f"an integer of at least {limit}")
-        for name, limit in (("context_length", 2), ("max_total_tokens", self.page_size)):
+        for name, limit in (("context_length", 2), ("max_total_tokens", self.page_size), ("min_copied_tokens", 1)):
             value = getattr(self, name)
             _require(value is None or _is_int(value, limit), self, name, f"None or an integer of at least {limit}")
         fraction = self.mem_fraction_static

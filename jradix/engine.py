@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jradix import startup
-from jradix.batch import build_arrays, build_sampling, row_indices, step_shape
+from jradix.batch import build_arrays, build_copies, build_sampling, row_indices, step_shape
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.config import EngineConfig, StepShape
 from jradix.output import Output
@@ -230,7 +230,8 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         shape = step_shape(plan, self._buckets)
         arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self._layout.num_pages)
-        launched = self.runner.launch(shape, arrays, build_sampling(plan, shape))
+        copies = build_copies(plan, self.scheduler.page_tables, self.config.page_size, self.runner.max_copies)
+        launched = self.runner.launch(shape, arrays, build_sampling(plan, shape), copies)
         self._in_flight.append(_InFlight(plan, shape, launched))
 
     def _collect_all(self) -> None:
@@ -277,6 +278,7 @@ class Engine:
             self.config.page_size,
             eviction_policy=self.config.radix_eviction_policy,
             enabled=not self.config.disable_radix_cache,
+            min_copied_tokens=self.config.min_copied_tokens,
         )
         self.scheduler = Scheduler(
             self.cache,

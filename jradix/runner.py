@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 
 from jradix import mesh
 from jradix.batch import MAX_SUPPRESSED_IDS, StepArrays
-from jradix.cache.pool import allocate_pool
+from jradix.cache.pool import allocate_pool, copy_pages
 from jradix.config import Buckets, StepShape
 from jradix.model.attention import AttentionInputs
 from jradix.model.transformer import Transformer
@@ -37,8 +38,9 @@ class Runner:
 
     A step is two launches: the forward pass, one program for each `StepShape`, and the sampler, one for each number of
     rows and kind (greedy or not). So the two multiply nothing: shapes x samplers would be several times as many
-    programs. Tokens stay on the device: the sampler writes them to `next_tokens[slot]`, `[max_slots + 1]` int32, and
-    the next forward pass reads them there, so the host may launch a step before it has seen the last one's tokens.
+    programs. A third comes first where pages are to be copied. Tokens stay on the device: the sampler writes them to
+    `next_tokens[slot]`, `[max_slots + 1]` int32, and the next forward pass reads them there, so the host may launch a
+    step before it has seen the last one's tokens.
 
     Attributes:
         parameters: the model's, as a flat list.
@@ -62,13 +64,19 @@ class Runner:
         self._strict, self._warm = strict, False
         self._forwards: dict[StepShape, jax.stages.Compiled] = {}
         self._samplers: dict[tuple[int, bool], jax.stages.Compiled] = {}
+        self._copier: jax.stages.Compiled | None = None
         self._vocab_size = model.config.vocab_size
         self.reset()
 
     @property
     def num_compiled(self) -> int:
         """Programs compiled so far."""
-        return len(self._forwards) + len(self._samplers)
+        return len(self._forwards) + len(self._samplers) + (self._copier is not None)
+
+    @property
+    def max_copies(self) -> int:
+        """The most pages a step copies first: one for each row of prompt tokens."""
+        return self._buckets.extend_rows[-1]
 
     @property
     def pool(self) -> jax.Array:
@@ -84,14 +92,33 @@ class Runner:
         assert (pool.shape, pool.dtype) == (self._pool.shape, self._pool.dtype)
         self._pool = pool
 
-    def launch(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None) -> LaunchedStep:
-        """Dispatch a step and return at once. `sampling` None: every row that samples is greedy."""
+    def launch(
+        self,
+        shape: StepShape,
+        arrays: StepArrays,
+        sampling: SamplingArrays | None,
+        copies: npt.NDArray[np.int32] | None = None,
+    ) -> LaunchedStep:
+        """Dispatch a step and return at once.
+
+        Args:
+            shape: the bucket.
+            arrays: what it computes.
+            sampling: None if every row that samples is greedy.
+            copies: pages to copy first, `[2, max_copies]`, see there.
+        """
         forward = self._compiled_forward(shape)
         sampler = self._compiled_sampler(shape.rows, greedy=sampling is None)
+        if copies is not None:
+            self.copy_pages(copies)
         logits, self._pool = forward(self.parameters, self._pool, self._next_tokens, arrays)
         tokens, self._next_tokens = sampler(logits, self._next_tokens, arrays.sample_slots, sampling)
         tokens.copy_to_host_async()
         return LaunchedStep(tokens)
+
+    def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copy pages `[2, max_copies]` (sources, targets) in all layers, reading all before writing any."""
+        self._pool = self._compiled_copier()(self._pool, copies)
 
     def collect(self, step: LaunchedStep) -> npt.NDArray[np.int32]:
         """The step's tokens `[rows]`, waiting for them if need be."""
@@ -104,6 +131,7 @@ class Runner:
             self._compiled_forward(shape)
             for greedy in (True, False):
                 self._compiled_sampler(shape.rows, greedy=greedy)
+        self._compiled_copier()
         self._warm = True
         return time.perf_counter() - started
 
@@ -129,6 +157,14 @@ class Runner:
             self._samplers[rows, greedy] = lowered.compile(self.compiler_options)
         return self._samplers[rows, greedy]
 
+    def _compiled_copier(self) -> jax.stages.Compiled:
+        if self._copier is None:
+            self._refuse_if_strict("the copy of pages")
+            copies = jax.ShapeDtypeStruct((2, self.max_copies), jnp.int32)
+            lowered = jit_copies(self._layout.num_pages).lower(self._pool, copies)
+            self._copier = lowered.compile(self.compiler_options)
+        return self._copier
+
     def _refuse_if_strict(self, program: object) -> None:
         if self._strict and self._warm:
             raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
@@ -152,6 +188,11 @@ def jit_forward(model: Transformer) -> tuple[jax.stages.Wrapped, list[jax.Array]
         return merged(token_ids, pool, arrays.attention, arrays.logits_at)
 
     return jax.jit(forward, donate_argnums=1), parameters
+
+
+def jit_copies(pages_per_layer: int) -> jax.stages.Wrapped:
+    """`copy_pages` with the pool donated."""
+    return jax.jit(partial(copy_pages, pages_per_layer=pages_per_layer), donate_argnums=0)
 
 
 def wait_for(model: Transformer) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jradix.cache.prefix_cache import PrefixCache
+from jradix.cache.prefix_cache import Match, PrefixCache
 from jradix.request import FinishReason, Request, RequestState
 
 NEW_TOKEN_RATIO = 0.3
@@ -20,13 +20,15 @@ Requests seldom use all of `max_new_tokens`, so reserving all of it would leave 
 class PlannedRow:
     """One request's part of a step: tokens `[start, start + num_tokens)` of its sequence.
 
-    `samples`: they reach the end of the sequence, so the step yields its next token.
+    `samples`: they reach the end of the sequence, so the step yields its next token. `copied_from`: the page whose head
+    holds the tokens before `start` in its page, to be copied before the step; None if there are none to copy.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    copied_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class Scheduler:
     it reads any, so another row of the same step may already hit them. A prompt is matched again before each chunk;
     what another request has computed in the meantime is skipped, and so two requests never write the same prefix.
 
+    Where a match ends inside a page, the page is copied before the step. All copies of a step are read before any is
+    written, so a page may even be evicted, and become the target of another, in the plan that copies it. Pages that
+    this very step fills have nothing to copy yet.
+
     Pages of a request come from the cache; `page_tables[slot]` lists them, `[max_running_requests, max_pages]` int32.
     """
 
@@ -75,6 +81,7 @@ class Scheduler:
             (max_running_requests, self._pages_for(context_length)), np.int32
         )
         self._free_slots = list(range(max_running_requests))[::-1]
+        self._filling: set[int] = set()  # pages that extend rows of the plan in the making write
         self.num_retractions = 0
 
     @property
@@ -147,34 +154,45 @@ class Scheduler:
         """Chunks of prompts within the token budget: the one that is under way first, then waiting requests."""
         rows: list[PlannedRow] = []
         budget = self.chunked_prefill_size
+        self._filling.clear()
         for request in self.running:
             if request.wants_step and request.seq_len - request.computed_len > 1 and budget:
-                budget -= self._plan_chunk(request, budget, rows)
+                budget -= self._plan_chunk(request, self._match_again(request), budget, rows)
         while self.waiting and budget and self._free_slots and len(rows) < self.max_extend_rows:
             request = self.waiting[0]
-            if not self._admit(request):
+            match = self._admit(request)
+            if match is None:
                 break
             self.waiting.popleft()
-            budget -= self._plan_chunk(request, budget, rows)
+            budget -= self._plan_chunk(request, match, budget, rows)
         rows.sort(key=lambda row: self._place_among_rows(row.request))
         return rows
 
-    def _plan_chunk(self, request: Request, budget: int, rows: list[PlannedRow]) -> int:
-        """Plan up to `budget` tokens of the request's prompt; returns how many."""
-        if request.computed_len:
-            self._match_again(request)
-        start = request.computed_len
+    def _plan_chunk(self, request: Request, match: Match, budget: int, rows: list[PlannedRow]) -> int:
+        """Plan up to `budget` tokens of the request's prompt, which `match` has just looked up; returns how many."""
+        copied = match.head_len
+        if request.computed_len != match.num_tokens or match.head_page in self._filling:
+            copied = 0
+        start = request.computed_len + copied
         room = (self.cache.num_free + self.cache.num_evictable + request.num_pages) * self.page_size - start
         num_tokens = min(request.seq_len - start, budget, room)
         if num_tokens <= 0 or not self._grow(request, start + num_tokens):
             return 0
         end = start + num_tokens
-        rows.append(PlannedRow(request, start, num_tokens, samples=end == request.seq_len))
-        self._insert(request, end)
+        if not request.num_retractions:
+            request.cached_tokens += copied
+        copied_from = match.head_page if copied else None
+        rows.append(PlannedRow(request, start, num_tokens, samples=end == request.seq_len, copied_from=copied_from))
+        self._insert(request, end, num_copied=copied)
+        table = self.page_tables[request.slot]
+        self._filling.update(table[start // self.page_size : self._pages_for(end)].tolist())
         return num_tokens
 
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot and its cached prefix, if the pool has room for it and those running."""
+    def _admit(self, request: Request) -> Match | None:
+        """Give a waiting request a slot and its cached prefix, if the pool has room for it and those running.
+
+        Returns the match, or None, and nothing changed.
+        """
         match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
         # Before counting what is evictable: the match may be part of it.
         lock = self.cache.lock(match, recomputation=request.num_retractions > 0)
@@ -183,7 +201,7 @@ class Scheduler:
         need += sum(self._expected_pages(other) for other in self.running)
         if need > self.cache.num_free + self.cache.num_evictable:
             self.cache.unlock(lock)
-            return False
+            return None
         request.change_state(RequestState.RUNNING)
         request.slot = self._free_slots.pop()
         request.lock = lock
@@ -193,13 +211,13 @@ class Scheduler:
         if not request.num_retractions:
             request.cached_tokens = match.num_tokens
         self.running.append(request)
-        return True
+        return match
 
-    def _match_again(self, request: Request) -> None:
+    def _match_again(self, request: Request) -> Match:
         """Skip what another request has computed of this prompt since the last chunk."""
         match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
         if match.num_tokens <= request.computed_len:
-            return
+            return match
         assert request.lock is not None
         held = request.lock.num_tokens // self.page_size
         lock = self.cache.lock(match, recomputation=True)  # its first insert has counted it
@@ -210,6 +228,7 @@ class Scheduler:
         if not request.num_retractions:
             request.cached_tokens += match.num_tokens - request.computed_len
         request.lock, request.num_pages, request.computed_len = lock, len(match.pages), match.num_tokens
+        return match
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Allocate pages so that the request can hold `num_tokens`; False, and nothing changed, if there are none."""
@@ -223,12 +242,16 @@ class Scheduler:
         request.num_pages += missing
         return True
 
-    def _insert(self, request: Request, num_tokens: int) -> None:
+    def _insert(self, request: Request, num_tokens: int, num_copied: int = 0) -> None:
         """Share the request's first `num_tokens` tokens, and take over the tree's pages where it had them already."""
         assert request.lock is not None
         table = self.page_tables[request.slot]
         inserted = self.cache.insert(
-            request.token_ids(num_tokens), table[: request.num_pages], request.lock, request.namespace
+            request.token_ids(num_tokens),
+            table[: request.num_pages],
+            request.lock,
+            request.namespace,
+            num_copied=num_copied,
         )
         table[: request.num_pages] = inserted.pages
 
@@ -239,7 +262,10 @@ class Scheduler:
             self._insert(request, request.prompt_len)  # a node of its own, so that output is evicted before prompt
         self._insert(request, num_tokens)
         held = request.lock.num_tokens // self.page_size
-        self.cache.free(self.page_tables[request.slot, held : request.num_pages].copy())
+        table = self.page_tables[request.slot]
+        if num_tokens > request.lock.num_tokens:
+            held += self.cache.insert_tail(request.token_ids(num_tokens), int(table[held]), request.lock)
+        self.cache.free(table[held : request.num_pages].copy())
         self.cache.unlock(request.lock)
         self._free_slots.append(request.slot)
         request.lock, request.slot, request.num_pages = None, -1, 0

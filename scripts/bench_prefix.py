@@ -21,7 +21,7 @@ steps as the waves' outputs are long, at the batch and context of the middle wav
 repeat. *bound* is off_tokens / on_tokens: the ratio if decoding were free.
 
 *ideal* counts the tokens that a cache could save if every request began after all before it had been computed: the
-longest prefix, in whole pages, that a prompt shares with an earlier prompt or its output.
+longest prefix that a prompt shares with an earlier prompt or its output.
 """
 
 import argparse
@@ -185,14 +185,13 @@ def run_scenario(engine: Engine, scenario: Scenario, *, cached: bool, one_by_one
     return run
 
 
-def ideal_cached_tokens(prompts: Sequence[TokenIds], outputs: Sequence[Sequence[int]], page_size: int) -> int:
-    """Tokens shared with the requests before, in whole pages, by comparing each pair; see the module's text."""
+def ideal_cached_tokens(prompts: Sequence[TokenIds], outputs: Sequence[Sequence[int]]) -> int:
+    """Tokens shared with the requests before, by comparing each pair; see the module's text."""
     earlier: list[TokenIds] = []
     total = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         reusable = prompt[:-1]  # the last is always computed, to have logits
-        longest = max((shared_len(reusable, sequence) for sequence in earlier), default=0)
-        total += longest // page_size * page_size
+        total += max((shared_len(reusable, sequence) for sequence in earlier), default=0)
         earlier.append(joined(prompt, output[:-1]))  # the last token is never fed back: it has no KV
     return total
 
@@ -261,7 +260,7 @@ def summarize(scenario: Scenario, on: list[Run], off: list[Run], costs: list[Cos
         bound=prompt_tokens / computed_tokens,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
-        ideal_cached_tokens=ideal_cached_tokens(on[-1].prompts, on[-1].outputs, config.page_size),
+        ideal_cached_tokens=ideal_cached_tokens(on[-1].prompts, on[-1].outputs),
         output_tokens=output_tokens,
         output_tokens_per_s_on=output_tokens / on_s,
         output_tokens_per_s_off=output_tokens / off_s,

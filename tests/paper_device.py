@@ -47,8 +47,9 @@ class PaperDevice:
         chunk: int = 16,
         context: int = 256,
         enabled: bool = True,
+        min_copied_tokens: int | None = 1,
     ) -> None:
-        self.cache = PrefixCache(num_pages, page_size, enabled=enabled)
+        self.cache = PrefixCache(num_pages, page_size, enabled=enabled, min_copied_tokens=min_copied_tokens)
         self.scheduler = Scheduler(
             self.cache,
             max_running_requests=rows,
@@ -129,6 +130,13 @@ class PaperDevice:
         assert rows, "a step without rows"
         assert sum(row.num_tokens for row in plan.extend) <= self.chunk
         assert len({row.request.id for row in rows}) == len(rows), "a request twice in one step"
+        copied = {row.request.id: self.slots[row.copied_from].copy() for row in rows if row.copied_from is not None}
+        for row in rows:
+            if row.copied_from is not None:
+                assert row.start % self.page_size, "a copy of which nothing is used"
+                self.slots[self.scheduler.page_tables[row.request.slot, row.start // self.page_size]] = copied[
+                    row.request.id
+                ]
         writes: dict[int, int] = {}
         for row in rows:  # all rows write before any reads, as on the device
             tokens = self._tokens_of(row.request)

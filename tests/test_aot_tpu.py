@@ -13,7 +13,7 @@ from jradix.config import StepShape
 from jradix.model.config import ModelConfig
 from jradix.model.weights import random_transformer
 from jradix.pallas.layout import KVLayout
-from jradix.runner import abstract_arrays, jit_forward
+from jradix.runner import abstract_arrays, jit_copies, jit_forward
 from tests.test_runner import copied_shapes
 from tests.tpu_topology import compile_for, on, tpu_mesh
 
@@ -43,3 +43,15 @@ def test_a_step_updates_the_pool_in_place(topology: str, tiny_path: Callable[[st
         text = program.as_text()
         assert text is not None
         assert all(prod(sizes) < prod(pool.shape) / 8 for sizes in copied_shapes(text))
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_pages_are_copied_within_the_pool(topology: str) -> None:
+    mesh = tpu_mesh(topology)
+    layout = KVLayout(LAYERS, PAGES, page_size=16, kv_heads=2, head_dim=128)
+    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
+    program = compile_for(mesh, jit_copies(PAGES), *on(mesh, (pool, jax.ShapeDtypeStruct((2, 16), jnp.int32))))
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == prod(pool.shape) * 2
+    assert memory.temp_size_in_bytes < prod(pool.shape) / 8

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from jradix.cache.prefix_cache import EVICTION_POLICIES
+from jradix.cache.eviction import EVICTION_POLICIES
 from jradix.config import Buckets, EngineConfig, EvictionPolicy, StepShape
 
 

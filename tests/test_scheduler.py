@@ -23,15 +23,57 @@ def test_every_page_comes_back_at_all_lengths_around_a_page_edge(page_size: int,
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_a_second_equal_prompt_hits_all_whole_pages_but_computes_its_last_token(page_size: int) -> None:
+def test_a_second_equal_prompt_computes_its_last_token_alone(page_size: int) -> None:
     for length in (1, page_size, page_size + 1, 2 * page_size):
         device = PaperDevice(num_pages=200, page_size=page_size)
         device.add(list(range(length)))
         device.run()
         second = device.add(list(range(length)))
         device.run()
-        assert second.cached_tokens == (length - 1) // page_size * page_size
+        assert second.cached_tokens == length - 1
         device.check_outputs()
+
+
+def test_without_copies_only_whole_pages_are_hit() -> None:
+    device = PaperDevice(num_pages=200, page_size=16, min_copied_tokens=None)
+    requests = [device.add(list(range(40)))]
+    device.run()
+    requests.append(device.add(list(range(40))))
+    device.run()
+    assert [request.cached_tokens for request in requests] == [0, 32]
+
+
+def test_a_hit_too_short_to_be_worth_a_copy_is_not_taken() -> None:
+    device = PaperDevice(num_pages=200, page_size=16, min_copied_tokens=5)
+    device.add(list(range(40)))
+    device.run()
+    short, long = device.add([*range(20), 99]), device.add([*range(21), 99])
+    device.run()
+    assert (short.cached_tokens, long.cached_tokens) == (16, 21)
+    device.check_outputs()
+
+
+def test_a_page_that_the_same_step_fills_is_not_copied() -> None:
+    device = PaperDevice(num_pages=100, page_size=8, chunk=64)
+    requests = [device.add([*range(20), *range(90 + i, 94 + i)]) for i in range(3)]
+    plan = device.step()
+    assert plan is not None
+    assert [row.num_tokens for row in plan.extend] == [24, 8, 8]
+    late = device.add([*range(20), 99])
+    device.run()
+    assert [request.cached_tokens for request in (*requests, late)] == [0, 16, 16, 20]
+    device.check_outputs()
+
+
+def test_what_is_left_of_a_page_after_the_output_is_reused_by_the_next_turn() -> None:
+    device = PaperDevice(num_pages=100, page_size=16)
+    first = device.add(list(range(10)), max_new_tokens=5)
+    device.run()
+    turn = [*first.prompt_ids.tolist(), *first.output_ids, 70, 71]
+    second = device.add(turn)
+    device.run()
+    assert second.cached_tokens == 10 + 4, "the last output token was never fed back"
+    device.check_outputs()
 
 
 def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from jradix import Engine, SamplingParams
-from jradix.batch import build_arrays, step_shape
+from jradix.batch import build_arrays, build_copies, step_shape
 from jradix.config import Buckets
 from jradix.request import FinishReason
 
@@ -137,6 +137,9 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         shape = step_shape(plan, engine._buckets)
         num_pages = engine.cache.num_total + 1  # of a layer, the null page included
         arrays = build_arrays(plan, shape, engine.scheduler.page_tables, engine.config.page_size, num_pages)
+        copies = build_copies(plan, engine.scheduler.page_tables, engine.config.page_size, runner.max_copies)
+        if copies is not None:
+            runner.copy_pages(copies)
         forward = runner.compiled_forward(shape)
         logits, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
         runner.replace_pool(pool)

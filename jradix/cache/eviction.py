@@ -6,6 +6,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 from jradix.cache.radix import Node
+from jradix.cache.reuse import ReuseQueue
 
 Policy = Callable[[Node], Any]
 """A leaf's sort key; the smallest is evicted first. It may depend only on what a lock changes: a leaf's key is taken
@@ -21,6 +22,9 @@ POLICIES: dict[str, Policy] = {
     "slru": lambda node: (node.uses > 2, node.last_access),
     "priority": lambda node: (node.priority, node.last_access),
 }
+
+
+EVICTION_POLICIES = tuple(sorted([*POLICIES, "adaptive"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +108,14 @@ class HeapQueue:
             for key, _, leaf in valid
             if key != self._key(leaf)
         ]
+
+
+def make_queue(policy: str | Policy, num_pages: int, page_size: int) -> EvictionQueue:
+    """The queue of a policy, given by name or as a sort key. ValueError if there is none of that name."""
+    if policy == "adaptive":
+        return ReuseQueue(num_pages, page_size)
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"unknown eviction_policy {policy!r}: choose one of {', '.join(EVICTION_POLICIES)}")
+        policy = POLICIES[policy]
+    return HeapQueue(policy)

@@ -19,7 +19,7 @@ SHOWN = 8  # token ids shown from a divergence on
 class Explanation:
     """The cached prefix of a prompt, and why it ends there."""
 
-    num_tokens: int  # matched, whole pages
+    num_tokens: int  # matched, the head of a page that would be copied included
     num_asked: int
     reason: Reason
     sentence: str
@@ -38,25 +38,26 @@ def explain(
 
     Removals are known only to a cache made with ``journal=True``. `decode` turns ids to text for the sentence.
     """
-    num_asked, page_size = len(token_ids), cache.page_size
+    num_asked = len(token_ids)
     match = cache.match(token_ids, namespace)
-    hit = match.num_tokens
+    hit = match.num_tokens + match.head_len
 
     def answer(reason: Reason, sentence: str, **facts: object) -> Explanation:
         return Explanation(hit, num_asked, reason, sentence, **facts)  # pyright: ignore[reportArgumentType]
 
-    if num_asked < page_size:
-        return answer("short", f"only whole pages of {page_size} tokens are matched")
-    if num_asked - hit < page_size:
-        return answer("complete", "all whole pages are")
-    removal = _removal_of_next_page(cache, token_ids, namespace, hit)
+    if num_asked < cache.granularity:
+        return answer("short", f"fewer than {cache.granularity} tokens are not matched")
+    if num_asked - hit < cache.granularity:
+        return answer("complete", "all of it" if hit == num_asked else "all that whole pages hold")
+    removal = _removal_of_next_page(cache, token_ids, namespace, match.num_tokens)
     if removal is not None:
         by = f" by the need of {removal.owner!r} for {removal.num_pages} pages" if removal.owner is not None else ""
         return answer(removal.kind, f"the next page was {removal.kind} at time {removal.time}{by}", removal=removal)
     for other in cache.tree.roots:
-        if other != namespace and cache.match(token_ids, other).num_tokens > hit:
+        there = cache.match(token_ids, other)
+        if there.num_tokens + there.head_len > hit:
             return answer("other namespace", f"more of it is cached, but in namespace {other!r}", namespace=other)
-    place, cached = _closest(cache, token_ids, namespace, match.node, hit)
+    place, cached = _closest(cache, token_ids, namespace, match.node, match.num_tokens)
     if not cached or place == 0:
         return answer("unseen", "nothing that continues it has been cached")
     own = [int(token) for token in token_ids[place : place + SHOWN]]
@@ -69,7 +70,8 @@ def explain(
 def _removal_of_next_page(
     cache: PrefixCache, token_ids: TokenIds, namespace: Hashable | None, hit: int
 ) -> Removal | None:
-    if cache.journal is None:
+    """Of the page after the `hit` tokens that whole pages hold."""
+    if cache.journal is None or len(token_ids) < hit + cache.page_size:
         return None
     hashes = cache.journal.hashes(namespace, as_token_bytes(token_ids[: hit + cache.page_size]))
     return cache.journal.removal(hashes[-1])

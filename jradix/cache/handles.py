@@ -17,6 +17,8 @@ class Match:
 
     num_tokens: int  # whole pages
     pages: PageIds  # [num_tokens / page_size], read-only
+    head_len: int  # tokens that agree beyond those, fewer than a page
+    head_page: int  # the page that begins with them; 0 if there is none
     namespace: Hashable
     num_asked: int  # tokens looked up
     node: Node | None = field(repr=False)  # where the match ends, perhaps inside it; None when nothing matched

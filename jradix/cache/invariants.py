@@ -1,5 +1,6 @@
 """The integrity check of the cache: recounts everything by a walk and names what does not agree."""
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -69,22 +70,37 @@ def _node_violations(node: Node, namespace: Hashable, tree: RadixTree) -> list[s
     locks_below = sum(child.ref_count for child in node.children.values())
     if node.ref_count < locks_below:
         found.append(f"{name} has {node.ref_count} locks, its children {locks_below}")
+    keys = sorted(node.children)
+    if node.order is not None and node.order != keys:
+        found.append(f"{name} has its children in another order than that of their keys")
     for key, child in node.children.items():
         child_name = _name(child, namespace)
-        num_tokens = len(child.tokens) // TOKEN_BYTES
-        if child.parent is not node:
-            found.append(f"{child_name} does not point back to its parent")
-        if child.end != node.end + num_tokens:
-            found.append(f"{child_name} does not start where its parent ends, at {node.end}")
-        if not child.tokens or len(child.tokens) % tree.page_bytes:
-            found.append(f"{child_name} holds {num_tokens} tokens, not whole pages of {tree.page_size}")
-        if len(child.pages) * tree.page_size != len(child.tokens):
-            found.append(f"{child_name} holds {child.num_pages} pages for {num_tokens} tokens")
         if key != child.tokens[: tree.page_bytes]:
             found.append(f"{child_name} is filed under another page of tokens than its first")
+        if child.parent is not node:
+            found.append(f"{child_name} does not point back to its parent")
+        if child.end != node.end + child.num_tokens:
+            found.append(f"{child_name} does not start where its parent ends, at {node.end}")
         # Under a lock the path's recency is brought up to date only when the lock ends.
         if not node.ref_count and node.parent is not None and child.last_access > node.last_access:
             found.append(f"{child_name} was used after its parent")
+        found.extend(_edge_violations(child, child_name, keys, tree))
+    return found
+
+
+def _edge_violations(node: Node, name: str, keys: list[bytes], tree: RadixTree) -> list[str]:
+    """keys: those of the node and its siblings, sorted."""
+    found: list[str] = []
+    if node.num_pages != -(-node.num_tokens // tree.page_size):
+        found.append(f"{name} holds {node.num_pages} pages for {node.num_tokens} tokens")
+    if not node.tokens or (len(node.tokens) % tree.page_bytes and not tree.is_tail(node)):
+        found.append(f"{name} holds {node.num_tokens} tokens, not whole pages of {tree.page_size}")
+    if tree.is_tail(node):
+        if node.children is not None or node.ref_count:
+            found.append(f"{name} is a tail, and has children or locks")
+        after = bisect_right(keys, node.tokens)  # a page that begins with the tail would come directly after it
+        if keys[after : after + 1] and keys[after].startswith(node.tokens):
+            found.append(f"{name} is a tail, and another page beside it begins with the same tokens")
     return found
 
 

@@ -44,13 +44,13 @@ class Removal:
 
 
 class Journal:
-    """Follows the tree page by page. Hashes are deterministic, so that routers on other machines can compute them."""
+    """Follows the tree page by page, but for tails. Hashes are deterministic: other machines can compute them."""
 
     def __init__(self, num_pages: int, page_size: int, *, max_events: int = 100_000) -> None:
         """max_events: kept until `drain`; then the oldest are lost, which `num_lost` counts."""
         self.num_lost = 0
         self._page_size = page_size
-        self._hash_of = [0] * (num_pages + 1)  # by page id, of pages in the tree
+        self._hash_of = [0] * (num_pages + 1)  # by page id; 0 for tails and for pages outside the tree
         self._events: deque[Stored | Removed | Cleared] = deque(maxlen=max_events)
         self._removals: dict[int, Removal] = {}  # by page hash, oldest first
         self._max_removals = 4 * num_pages
@@ -88,9 +88,13 @@ class Journal:
         self._record(Stored(tuple(hashes), parent_hash, token_ids, self._page_size, namespace))
 
     def removed(self, page_ids: PageIds, cause: Removal) -> None:
-        if not len(page_ids):
+        hashes: list[int] = []
+        for page in page_ids.tolist():
+            if self._hash_of[page]:
+                hashes.append(self._hash_of[page])
+                self._hash_of[page] = 0
+        if not hashes:
             return
-        hashes = [self._hash_of[page] for page in page_ids.tolist()]
         self._record(Removed(tuple(hashes)))
         self._removals.update(dict.fromkeys(hashes, cause))
         while len(self._removals) > self._max_removals:

@@ -35,3 +35,13 @@ def allocate_pool(layout: KVLayout, dtype: jnp.dtype) -> jax.Array:
             "keys and values, and an int32 numbers 2147483647: use a larger page_size or a smaller max_total_tokens"
         )
     return jnp.zeros(layout.shape, dtype)
+
+
+def copy_pages(pool: jax.Array, copies: jax.Array, pages_per_layer: int) -> jax.Array:
+    """The pool with whole pages copied in all layers; donate it.
+
+    copies: int32 `[2, n]`, sources and targets. All sources are read before any target is written.
+    """
+    layers = jnp.arange(pool.shape[0] // pages_per_layer, dtype=jnp.int32)[:, None] * pages_per_layer
+    sources, targets = (layers + copies[0]).reshape(-1), (layers + copies[1]).reshape(-1)
+    return pool.at[targets].set(pool[sources])

@@ -1,21 +1,27 @@
 """The prefix cache as the scheduler sees it: match, lock, allocate, insert, unlock; eviction happens inside."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from jradix.cache.eviction import POLICIES, EvictionQueue, HeapQueue, Policy
+from jradix.cache.eviction import Policy, make_queue
 from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
 from jradix.cache.journal import Journal, Removal
 from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
 from jradix.cache.pins import Pins
-from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, Root, TokenIds, as_page_ids, as_token_bytes
+from jradix.cache.radix import (
+    TOKEN_BYTES,
+    Node,
+    RadixTree,
+    Root,
+    TokenIds,
+    as_page_ids,
+    as_token_bytes,
+)
 from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
-
-EVICTION_POLICIES = tuple(sorted([*POLICIES, "adaptive"]))
 
 
 class PrefixCache:
@@ -25,8 +31,11 @@ class PrefixCache:
     or *evictable* (in the tree, unlocked); the four always sum to `num_total`.
 
     The life of a request: ``match`` its prompt without the last token, ``lock`` the match, ``allocate`` pages for the
-    rest, compute, ``insert`` what has been computed (as often as wanted), and at the end ``free`` the pages past
-    ``Insert.num_tokens`` and ``unlock``.
+    rest, compute, ``insert`` what has been computed (as often as wanted), and at the end ``insert_tail`` the page that
+    is not full, ``free`` the other pages past ``Insert.num_tokens`` and ``unlock``.
+
+    A match may go on inside a page, its *head*: the request can copy that page on the device into one of its own and
+    compute only what follows. Nothing protects or touches the page that is copied.
 
     Recency is exact for every page: a prefix counts as used when it is locked and when something is inserted behind
     it, and a hit on the head of a node does not refresh the node's tail, because `lock` splits it there.
@@ -39,17 +48,20 @@ class PrefixCache:
         *,
         eviction_policy: str | Policy = "lru",
         enabled: bool = True,
+        min_copied_tokens: int | None = 1,
         journal: bool = False,
         max_pinned_pages: int | None = None,
     ) -> None:
         """`num_pages` usable pages with ids 1..num_pages. `enabled=False`: nothing is ever cached.
 
-        eviction_policy: a name (`POLICIES`, or "adaptive", see reuse.py), or a sort key such as `TailLRU`.
+        eviction_policy: a name (`EVICTION_POLICIES`), or a sort key such as `TailLRU`.
+        min_copied_tokens: heads shorter than this are not worth a copy and never offered. None: no heads, no tails.
         max_pinned_pages: the budget of `pin`, a quarter of the pool if not given.
         journal: record what enters and leaves the tree, for `explain` and for routers; about 1 us a page.
         """
         self.page_size = page_size
         self.enabled = enabled
+        self._min_copied_tokens = min_copied_tokens
         self._pages = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self._queue = make_queue(eviction_policy, num_pages, page_size)
@@ -82,21 +94,32 @@ class PrefixCache:
         return self._pages.num_tree - self._num_protected
 
     @property
+    def granularity(self) -> int:
+        """The fewest tokens by which a match can grow."""
+        return self.page_size if self._min_copied_tokens is None else max(1, self._min_copied_tokens)
+
+    @property
     def tree(self) -> RadixTree:
         """To look at, not to change."""
         return self._tree
 
     def match(self, token_ids: TokenIds, namespace: Hashable | None = None) -> Match:
-        """Look up the longest cached prefix of `token_ids`, in whole pages. Changes nothing, not even recency.
+        """Look up the longest cached prefix of `token_ids`. Changes nothing, not even recency.
 
         Pass the prompt without its last token: one token must be computed to have logits.
         """
         root = self._tree.roots.get(namespace)
         if root is None:
-            return Match(0, as_page_ids(b""), namespace, len(token_ids), None)
-        node, num_tokens, passed = self._tree.walk(root, as_token_bytes(token_ids))
+            return Match(0, as_page_ids(b""), 0, 0, namespace, len(token_ids), None)
+        tokens = as_token_bytes(token_ids)
+        node, num_tokens, passed = self._tree.walk(root, tokens)
         pages = as_page_ids(b"".join(passed))
-        return Match(num_tokens, pages, namespace, len(token_ids), node if num_tokens else None)
+        head_len = head_page = 0
+        if self._min_copied_tokens is not None:
+            head_len, head_page = self._tree.head(node, num_tokens, tokens[num_tokens * TOKEN_BYTES :])
+            if head_len < self._min_copied_tokens:
+                head_len = head_page = 0
+        return Match(num_tokens, pages, head_len, head_page, namespace, len(token_ids), node if num_tokens else None)
 
     def lock(self, match: Match, *, priority: int = 0, recomputation: bool = False) -> Lock:
         """Protect the matched prefix from eviction until `unlock`, and count it as used now.
@@ -179,14 +202,21 @@ class PrefixCache:
         self._pages.give_back(np.asarray(pages, np.int32).reshape(-1))
 
     def insert(
-        self, token_ids: TokenIds, pages: npt.ArrayLike, lock: Lock, namespace: Hashable | None = None
+        self,
+        token_ids: TokenIds,
+        pages: npt.ArrayLike,
+        lock: Lock,
+        namespace: Hashable | None = None,
+        *,
+        num_copied: int = 0,
     ) -> Insert:
         """Put the whole pages of a request's computed tokens into the tree, and extend `lock` over them.
 
         token_ids: the computed tokens from position 0, [tokens]. pages: the request's page table, at least
         ceil(tokens / page_size) ids, of which those under the lock are the tree's and the others private.
         Where the tree has a page for the same tokens already, ours is freed and the returned table names the tree's.
-        With `enabled=False` the table comes back unchanged.
+        With `enabled=False` the table comes back unchanged. num_copied: tokens of the match's head that the request has
+        copied, for the statistics.
         """
         top = lock.node
         assert top is not None, "this lock has been unlocked already"
@@ -197,7 +227,7 @@ class PrefixCache:
         assert len(table) * self.page_size >= len(token_ids), f"{len(table)} pages cannot hold {len(token_ids)} tokens"
         if lock.uncounted is not None:
             match, lock.uncounted = lock.uncounted, None
-            self.statistics.count_request(namespace, match.num_asked, match.num_tokens)
+            self.statistics.count_request(namespace, match.num_asked, match.num_tokens + num_copied)
         if not self.enabled or end <= start:
             return Insert(table, start)
         tokens = as_token_bytes(token_ids[start:end])
@@ -214,6 +244,7 @@ class PrefixCache:
             own[:num_shared] = as_page_ids(b"".join(passed))
         if start + num_matched < end:
             new = own[num_matched // self.page_size :]
+            self._drop_tail_within(node, tokens[num_matched * TOKEN_BYTES :][: self._tree.page_bytes])
             self._pages.adopt(new)
             self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size
             if self.journal is not None:
@@ -224,6 +255,33 @@ class PrefixCache:
         self._protect(node, top, lock.priority)
         lock.node = node
         return Insert(table, end)
+
+    def insert_tail(self, token_ids: TokenIds, page: int, lock: Lock) -> bool:
+        """Keep a finished request's computed tokens past its last whole page, which `page` holds, for others to copy.
+
+        True: the tree has taken the page, evictable at once. False: it stays private, because the tokens are cached
+        already, or there are none, or nothing is to be copied.
+        """
+        node = lock.node
+        assert node is not None, "this lock has been unlocked already"
+        if not self.enabled or self._min_copied_tokens is None or len(token_ids) == node.end:
+            return False
+        tail = as_token_bytes(token_ids[node.end :])
+        assert len(tail) < self._tree.page_bytes, "the whole pages come first: insert them"
+        closest = self._tree.closest(node, tail)
+        if closest is not None and closest.tokens.startswith(tail):
+            if closest.tokens == tail:  # used again
+                self._queue.discard(closest)
+                closest.last_access = lock.time
+                self._queue.add(closest)
+            return False
+        self._drop_tail_within(node, tail)
+        pages = np.array([page], np.int32)
+        self._pages.require(pages, PRIVATE)
+        self._pages.adopt(pages)
+        self._queue.add(self._tree.add_leaf(node, tail, pages.tobytes(), lock.time))
+        self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES
+        return True
 
     def flush(self) -> int:
         """Drop every unlocked node and return the number of pages freed.
@@ -308,6 +366,14 @@ class PrefixCache:
                 node.priority = priority
             node = node.parent
 
+    def _drop_tail_within(self, node: Node, tokens: bytes) -> None:
+        """Free the tail below `node` that `tokens`, at most a page and about to enter there, begin with, if any."""
+        tail = self._tree.closest(node, tokens)
+        if tail is not None and self._tree.is_tail(tail) and tokens.startswith(tail.tokens):
+            self._queue.discard(tail)
+            self._tree.detach(tail)
+            self._pages.reclaim(as_page_ids(tail.pages))
+
     def _offer(self, node: Node) -> None:
         """Queue `node` for eviction if it is an unlocked leaf now; forget it if it is an unlocked, empty root."""
         if node.children is None and not node.ref_count:
@@ -323,10 +389,9 @@ class PrefixCache:
         while missing > 0:
             leaf = self._queue.first()
             counters = self._counters(leaf)
-            num_gone = min(missing, leaf.num_pages)
-            counters.evicted_tokens += num_gone * self.page_size
-            if self._learner is not None:
-                gone = leaf.tokens[-num_gone * self._tree.page_bytes :]
+            gone = leaf.tokens[-min(missing, leaf.num_pages) * self._tree.page_bytes :]
+            counters.evicted_tokens += len(gone) // TOKEN_BYTES
+            if self._learner is not None and not self._tree.is_tail(leaf):
                 self._learner.evicted(gone, leaf.uses, leaf.last_access)
             if leaf.num_pages > missing:
                 freed.append(self._tree.trim(leaf, missing))
@@ -354,8 +419,10 @@ class PrefixCache:
                 pending.extend((node.children or {}).values())
                 continue
             parent = self._tree.detach(node)
-            freed.append(b"".join(self._dismantle(node)))
-            self._counters(node).flushed_tokens += len(freed[-1]) // TOKEN_BYTES * self.page_size
+            counters = self._counters(node)
+            for below in self._dismantle(node):
+                freed.append(below.pages)
+                counters.flushed_tokens += below.num_tokens
             self._offer(parent)
         page_ids = as_page_ids(b"".join(freed))
         if self.journal is not None:
@@ -365,21 +432,9 @@ class PrefixCache:
         self._pages.reclaim(page_ids)
         return len(page_ids)
 
-    def _dismantle(self, top: Node) -> list[bytes]:
-        """Take apart a detached subtree without locks; returns its pages. Unlinked nodes leave no cycles behind."""
-        freed: list[bytes] = []
+    def _dismantle(self, top: Node) -> Iterator[Node]:
+        """Take apart a detached subtree without locks. Unlinked nodes leave no cycles behind."""
         for node in self._tree.subtree(top):
             self._queue.discard(node)
-            freed.append(node.pages)
             node.parent = node.children = None
-        return freed
-
-
-def make_queue(policy: str | Policy, num_pages: int, page_size: int) -> EvictionQueue:
-    if policy == "adaptive":
-        return ReuseQueue(num_pages, page_size)
-    if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"unknown eviction_policy {policy!r}: choose one of {', '.join(EVICTION_POLICIES)}")
-        policy = POLICIES[policy]
-    return HeapQueue(policy)
+            yield node

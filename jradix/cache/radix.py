@@ -1,16 +1,21 @@
 """The radix tree: token prefixes -> page ids. Structure only; it neither locks nor evicts.
 
-Every edge holds a whole number of pages. Tokens and page ids are kept as ``bytes`` of int32, for three reasons:
-``bytes.startswith(edge, offset)`` compares a whole edge in one memcmp without a copy, dictionary keys compare
-exactly (a hash alone never decides), and the garbage collector does not look inside them.
+Every edge holds a whole number of pages, but for *tails*: leaves of one page that is not full. No walk enters a tail;
+its tokens can only be copied, like the head of any page.
+
+Tokens and page ids are kept as ``bytes`` of int32, for three reasons: ``bytes.startswith(edge, offset)`` compares a
+whole edge in one memcmp without a copy, dictionary keys compare exactly (a hash alone never decides), and the garbage
+collector does not look inside them.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 TOKEN_BYTES = 4  # int32, token ids and page ids alike
+FEW_CHILDREN = 8  # so many are sooner compared one by one than kept sorted
 
 TokenIds = npt.NDArray[np.integer] | Sequence[int]
 
@@ -27,6 +32,7 @@ class Node:
         "created",
         "end",
         "last_access",
+        "order",
         "pages",
         "parent",
         "priority",
@@ -42,6 +48,7 @@ class Node:
         self.parent = parent  # None: a root, or detached
         self.root: Root | None = parent if isinstance(parent, Root) else parent and parent.root  # None: a root
         self.children: dict[bytes, Node] | None = None  # filed under their first page of tokens; None for a leaf
+        self.order: list[bytes] | None = None  # the keys of `children`, sorted, once somebody has asked for it
         self.tokens = tokens
         self.pages = pages
         self.end = end
@@ -58,8 +65,12 @@ class Node:
         return len(self.pages) // TOKEN_BYTES
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
     def start(self) -> int:
-        return self.end - len(self.tokens) // TOKEN_BYTES
+        return self.end - self.num_tokens
 
 
 class Root(Node):
@@ -96,8 +107,9 @@ class RadixTree:
         """
         page_bytes = self.page_bytes
         pos = 0
+        last = len(tokens) - page_bytes  # where the last whole page begins
         passed: list[bytes] = []
-        while node.children is not None:
+        while pos <= last and node.children is not None:
             child = node.children.get(tokens[pos : pos + page_bytes])
             if child is None:
                 break
@@ -113,6 +125,38 @@ class RadixTree:
                 pos += num_pages * page_bytes
                 break
         return node, pos // TOKEN_BYTES, passed
+
+    def head(self, node: Node, end: int, tokens: bytes) -> tuple[int, int]:
+        """After a walk that ended in `node` at token `end`: the cached page that begins most like `tokens`.
+
+        Returns how many tokens agree, fewer than a page, and the page; (0, 0) if there is none.
+        """
+        tokens = tokens[: self.page_bytes]
+        if end < node.end:
+            first = (end - node.start) // self.page_size
+            begins, page = node.tokens[first * self.page_bytes :], node.pages[first * TOKEN_BYTES :]
+        else:
+            child = self.closest(node, tokens)
+            if child is None:
+                return 0, 0
+            begins, page = child.tokens, child.pages
+        return common_tokens(begins, tokens), int.from_bytes(page[:TOKEN_BYTES], "little")
+
+    def closest(self, node: Node, tokens: bytes) -> Node | None:
+        """The child with the most leading tokens in common with `tokens`, of which there is at most a page."""
+        children = node.children
+        if not children or not tokens:
+            return None
+        if len(children) <= FEW_CHILDREN:
+            return children[max(children, key=lambda key: common_tokens(key, tokens))]
+        if node.order is None:
+            node.order = sorted(children)
+        # Of sorted strings those with the longest common prefix are neighbours.
+        place = bisect_left(node.order, tokens)
+        return children[max(node.order[max(0, place - 1) : place + 1], key=lambda key: common_tokens(key, tokens))]
+
+    def is_tail(self, node: Node) -> bool:
+        return len(node.tokens) < self.page_bytes and node.parent is not None
 
     def _common_pages(self, edge: bytes, tokens: bytes, pos: int) -> int:
         """Whole pages shared by `edge` and ``tokens[pos:]``, which differ or of which the second is shorter."""
@@ -141,7 +185,7 @@ class RadixTree:
         return upper
 
     def add_leaf(self, parent: Node, tokens: bytes, pages: bytes, now: int) -> Node:
-        """Append a new leaf below `parent`, none of whose children starts with the same page."""
+        """Append a new leaf or tail below `parent`, none of whose children starts with the same page."""
         leaf = Node(parent, tokens, pages, parent.end + len(tokens) // TOKEN_BYTES, now)
         self._file(parent, leaf)
         return leaf
@@ -162,9 +206,12 @@ class RadixTree:
         parent = node.parent
         assert parent is not None, "a root cannot be detached, nor a node twice"
         assert parent.children is not None
-        del parent.children[node.tokens[: self.page_bytes]]
+        key = node.tokens[: self.page_bytes]
+        del parent.children[key]
         if not parent.children:
-            parent.children = None
+            parent.children = parent.order = None
+        elif parent.order is not None:
+            del parent.order[bisect_left(parent.order, key)]
         node.parent = None
         return parent
 
@@ -180,7 +227,17 @@ class RadixTree:
     def _file(self, parent: Node, child: Node) -> None:
         if parent.children is None:
             parent.children = {}
-        parent.children[child.tokens[: self.page_bytes]] = child
+        key = child.tokens[: self.page_bytes]
+        if parent.order is not None and key not in parent.children:
+            insort(parent.order, key)
+        parent.children[key] = child
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens are equal. As big integers, the first byte that differs is the highest bit of a xor."""
+    num_bytes = min(len(a), len(b))
+    differs = int.from_bytes(a[:num_bytes], "big") ^ int.from_bytes(b[:num_bytes], "big")
+    return (num_bytes - (differs.bit_length() + 7) // 8) // TOKEN_BYTES
 
 
 def as_page_ids(page_bytes: bytes) -> npt.NDArray[np.int32]:

@@ -8,8 +8,8 @@ from jradix.cache.explain import explain
 from .test_journal import cache_prompt
 
 
-def warm(journal: bool = True) -> PrefixCache:
-    cache = PrefixCache(12, 2, journal=journal)
+def warm(journal: bool = True, min_copied_tokens: int | None = 1) -> PrefixCache:
+    cache = PrefixCache(12, 2, journal=journal, min_copied_tokens=min_copied_tokens)
     cache_prompt(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache_prompt(cache, [1, 2, 3, 9, 9, 9])
     cache_prompt(cache, [40, 41], namespace="tenant")
@@ -19,13 +19,12 @@ def warm(journal: bool = True) -> PrefixCache:
 @pytest.mark.parametrize(
     ("tokens", "num_tokens", "reason", "diverged_at"),
     [
-        ([1], 0, "short", None),
         ([1, 2, 3, 4], 4, "complete", None),
-        ([1, 2, 3, 4, 5], 4, "complete", None),
-        ([1, 2, 3, 4, 5, 0, 7], 4, "diverged", 5),  # inside an edge
-        ([1, 2, 3, 0], 2, "diverged", 3),  # between two children
+        ([1, 2, 3, 4, 5], 5, "complete", None),
+        ([1, 2, 3, 4, 5, 0, 7], 5, "diverged", 5),  # inside an edge
+        ([1, 2, 3, 0], 3, "diverged", 3),  # between two children
         ([1, 2, 0, 0], 2, "diverged", 2),
-        ([1, 0], 0, "diverged", 1),
+        ([1, 0], 1, "diverged", 1),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], 8, "unseen", None),
         ([77, 78], 0, "unseen", None),
         ([40, 41, 1], 0, "other namespace", None),
@@ -37,6 +36,17 @@ def test_the_end_of_a_match_is_explained(
     found = explain(warm(), tokens)
     assert (found.num_tokens, found.reason, found.diverged_at) == (num_tokens, reason, diverged_at)
     assert str(found).startswith(f"{num_tokens} of {len(tokens)} tokens are cached: ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens", "reason", "diverged_at"),
+    [([1], 0, "short", None), ([1, 2, 3], 2, "complete", None), ([1, 2, 3, 0], 2, "diverged", 3)],
+)
+def test_without_copies_pages_are_matched_whole(
+    tokens: list[int], num_tokens: int, reason: str, diverged_at: int | None
+) -> None:
+    found = explain(warm(min_copied_tokens=None), tokens)
+    assert (found.num_tokens, found.reason, found.diverged_at) == (num_tokens, reason, diverged_at)
 
 
 def test_a_divergence_shows_both_sides_as_text() -> None:

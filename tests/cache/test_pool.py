@@ -1,9 +1,13 @@
-"""How many pages fit, and the one array that holds them."""
+"""How many pages fit, the one array that holds them, and copies inside it."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jradix.cache.pool import allocate_pool, pages_that_fit
+from jradix.cache.pool import allocate_pool, copy_pages, pages_that_fit
 from jradix.pallas.layout import KVLayout
 
 
@@ -26,3 +30,25 @@ def test_a_pool_has_the_bytes_of_its_pages(dtype: jnp.dtype) -> None:
     assert pool.dtype == dtype
     assert pool.nbytes == 5 * layout.page_bytes(jnp.dtype(dtype).itemsize)
     assert not pool.any()
+
+
+def test_pages_are_copied_in_all_layers_reading_before_writing() -> None:
+    pages_per_layer, layers = 6, 3
+    before = np.arange(layers * pages_per_layer, dtype=np.float32).reshape(-1, 1, 1, 1, 1)
+    copied = np.asarray(copy_pages(jnp.asarray(before), jnp.array([[2, 5, 0], [5, 1, 0]]), pages_per_layer))
+    expected = before.reshape(layers, pages_per_layer).copy()
+    expected[:, [5, 1]] = expected[:, [2, 5]]
+    assert copied.reshape(layers, pages_per_layer).tolist() == expected.tolist()
+
+
+def test_copying_pages_updates_the_pool_in_place() -> None:
+    pool = jnp.zeros((3 * 4096, 2, 2, 16, 16))
+    program = (
+        jax.jit(partial(copy_pages, pages_per_layer=4096), donate_argnums=0)
+        .lower(pool, jnp.zeros((2, 8), jnp.int32))
+        .compile()
+    )
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == pool.nbytes
+    assert memory.temp_size_in_bytes < pool.nbytes / 8

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jradix.cache import Lock, PrefixCache
+from jradix.cache import Lock, PrefixCache, radix
 from jradix.cache.eviction import POLICIES
+from jradix.cache.render import rows
 
 NUM_OPERATIONS = int(os.environ.get("JRADIX_RANDOM_OPERATIONS", "4000"))
-Prefix = tuple[Hashable, tuple[int, ...]]  # namespace and tokens, whole pages
+Prefix = tuple[Hashable, tuple[int, ...]]  # namespace and tokens; of a tail the last page is not full
 
 
 @dataclass
@@ -37,12 +39,19 @@ class ModelLock:
     last_used: int
 
 
+@pytest.fixture(autouse=True)
+def sorted_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trees, too, find the closest child through the sorted order of wide nodes."""
+    monkeypatch.setattr(radix, "FEW_CHILDREN", 2)
+
+
 class PageModel:
     """Exact page-level LRU by search: evicts the unlocked page without a successor that was used longest ago."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, copies: bool = True) -> None:
         self.page_size = page_size
-        self.pages: dict[Prefix, CachedPage] = {}
+        self.copies = copies
+        self.pages: dict[Prefix, CachedPage] = {}  # tails too
         self.now = 0
 
     def prefix(self, namespace: Hashable, tokens: list[int], num_pages: int) -> Prefix:
@@ -60,6 +69,42 @@ class PageModel:
                 break
             found.append(cached.page)
         return found
+
+    def heads(self, namespace: Hashable, tokens: list[int]) -> dict[int, int]:
+        """Pages that continue the longest cached prefix, and how many of their tokens agree with `tokens`."""
+        whole = len(self.match(namespace, tokens)) * self.page_size
+        found: dict[int, int] = {}
+        for (space, prefix), cached in self.pages.items():
+            follows = whole < len(prefix) <= whole + self.page_size and list(prefix[:whole]) == tokens[:whole]
+            if self.copies and space == namespace and follows:
+                pairs = zip(prefix[whole:], tokens[whole:], strict=False)
+                found[cached.page] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return found
+
+    def insert_tail(self, namespace: Hashable, tokens: list[int], page: int, lock: ModelLock) -> bool:
+        whole = lock.num_pages * self.page_size
+        if not self.copies or len(tokens) == whole:
+            return False
+        tail = namespace, tuple(tokens)
+        if tail in self.pages:
+            self.pages[tail].last_used = lock.last_used
+            return False
+        covered = any(
+            space == namespace
+            and len(tokens) < len(prefix) <= whole + self.page_size
+            and tail[1] == prefix[: len(tokens)]
+            for space, prefix in self.pages
+        )
+        if not covered:
+            self.drop_tails_within(namespace, tokens)
+            self.pages[tail] = CachedPage(page, lock.last_used)
+        return not covered
+
+    def drop_tails_within(self, namespace: Hashable, tokens: list[int]) -> None:
+        """Tails of the last page of `tokens` that it begins with."""
+        whole = (len(tokens) - 1) // self.page_size * self.page_size
+        for length in range(whole + 1, len(tokens)):
+            self.pages.pop((namespace, tuple(tokens[:length])), None)
 
     def lock(self, namespace: Hashable, tokens: list[int], num_pages: int) -> ModelLock:
         self.now += 1
@@ -80,6 +125,7 @@ class PageModel:
         self.now += 1
         lock.last_used = self.now
         for i in range(lock.num_pages, num_pages):
+            self.drop_tails_within(namespace, tokens[: (i + 1) * self.page_size])
             cached = self.pages.setdefault(self.prefix(namespace, tokens, i + 1), CachedPage(table[i], self.now))
             cached.num_locks += 1
             table[i] = cached.page
@@ -90,17 +136,17 @@ class PageModel:
 
     def evict(self, num_pages: int) -> None:
         for _ in range(num_pages):
-            inner = {(namespace, tokens[: -self.page_size]) for namespace, tokens in self.pages}
+            inner = {
+                (namespace, tokens[: (len(tokens) - 1) // self.page_size * self.page_size])
+                for namespace, tokens in self.pages
+            }
             ends = [prefix for prefix, cached in self.pages.items() if not cached.num_locks and prefix not in inner]
             del self.pages[min(ends, key=lambda prefix: self.pages[prefix].last_used)]
 
     def forget(self, num_pages: int, cache: PrefixCache) -> None:
         """Another policy than LRU has evicted: believe it, as far as it took unlocked pages, and that many."""
-        gone = [
-            (namespace, tokens)
-            for namespace, tokens in self.pages
-            if cache.match(list(tokens), namespace).num_tokens < len(tokens)
-        ]
+        kept = {page for row in rows(cache) for page in row.pages}
+        gone = [prefix for prefix, cached in self.pages.items() if cached.page not in kept]
         assert len(gone) == num_pages
         for prefix in gone:
             assert not self.pages.pop(prefix).num_locks
@@ -125,10 +171,11 @@ class Request:
 class Pair:
     """The cache and the model, driven side by side and compared after every operation."""
 
-    def __init__(self, page_size: int, num_pages: int, policy: str = "lru") -> None:
-        self.cache = PrefixCache(num_pages, page_size, eviction_policy=policy)
+    def __init__(self, page_size: int, num_pages: int, policy: str = "lru", *, copies: bool = True) -> None:
+        min_copied_tokens = 1 if copies else None
+        self.cache = PrefixCache(num_pages, page_size, eviction_policy=policy, min_copied_tokens=min_copied_tokens)
         self.policy = policy
-        self.model = PageModel(page_size)
+        self.model = PageModel(page_size, copies=copies)
         self.running: list[Request] = []
 
     def start(self, namespace: Hashable, tokens: list[int], max_new: int) -> bool:
@@ -136,6 +183,9 @@ class Pair:
         match = cache.match(tokens[:-1], namespace)
         assert match.pages.tolist() == model.match(namespace, tokens[:-1])
         assert match.num_tokens == len(match.pages) * cache.page_size
+        heads = model.heads(namespace, tokens[:-1])
+        assert match.head_len == max(heads.values(), default=0)
+        assert heads.get(match.head_page, 0) == match.head_len
         lock = cache.lock(match)
         model_lock = model.lock(namespace, tokens, len(match.pages))
         need = -(-(len(tokens) + max_new) // cache.page_size) - len(match.pages)
@@ -181,9 +231,17 @@ class Pair:
     def stop(self, index: int, *, insert: bool) -> None:
         """The end of a request: finished (what is computed enters the tree) or aborted."""
         request = self.running.pop(index % len(self.running))
+        held = request.model_lock.num_pages
         if insert:
             self.insert(request)
-        self.cache.free(request.table[request.model_lock.num_pages :])
+            held = request.model_lock.num_pages
+            computed = request.tokens[: request.num_computed]
+            page = request.table[held] if len(computed) > held * self.cache.page_size else 0
+            if len(computed) >= held * self.cache.page_size:
+                taken = self.cache.insert_tail(computed, page, request.lock)
+                assert taken == self.model.insert_tail(request.namespace, computed, page, request.model_lock)
+                held += taken
+        self.cache.free(request.table[held:])
         self.cache.unlock(request.lock)
         self.model.unlock(request.namespace, request.tokens, request.model_lock)
         self.compare()
@@ -204,18 +262,21 @@ class Pair:
             self.stop(0, insert=True)
         assert self.cache.num_free + self.cache.num_evictable == self.cache.num_total
         for namespace, tokens in list(self.model.pages):
-            assert self.cache.match(list(tokens), namespace).pages.tolist() == self.model.match(namespace, list(tokens))
+            match = self.cache.match(list(tokens), namespace)
+            assert match.pages.tolist() == self.model.match(namespace, list(tokens))
+            assert match.num_tokens + match.head_len == len(tokens) or not self.model.copies
 
 
-def make_prompt(page_size: int, variants: Sequence[int], tail_len: int) -> list[int]:
-    """Pages that differ nowhere (0), at their last token (1) or at their first (2), and a tail shorter than a page."""
+def make_prompt(page_size: int, variants: Sequence[int], tail_len: int, last: int) -> list[int]:
+    """Pages that differ nowhere (0) or in one token somewhere, and a tail shorter than a page that ends in `last`."""
     tokens: list[int] = []
     for variant in variants:
         page = [7] * page_size
         if variant:
-            page[-1 if variant == 1 else 0] = 7 + variant
+            page[(5 * variant - 6) % page_size] = 7 + variant
         tokens += page
-    return tokens + [7] * (tail_len % page_size) or [7]
+    tail = [7] * (tail_len % page_size)
+    return [*tokens, *tail[1:], last] if tail else tokens or [last]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -223,18 +284,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     pair: Pair
 
-    @initialize(page_size=st.sampled_from([1, 3, 16, 64]), num_pages=st.integers(2, 24))
-    def make(self, page_size: int, num_pages: int) -> None:
-        self.pair = Pair(page_size, num_pages)
+    @initialize(page_size=st.sampled_from([1, 3, 16, 64]), num_pages=st.integers(2, 24), copies=st.booleans())
+    def make(self, page_size: int, num_pages: int, copies: bool) -> None:
+        self.pair = Pair(page_size, num_pages, copies=copies)
 
     @rule(
         namespace=st.sampled_from([None, "a", ("a",)]),
-        variants=st.lists(st.integers(0, 2), max_size=8),
+        variants=st.lists(st.integers(0, 12), max_size=8),
         tail_len=st.integers(0, 63),
+        last=st.integers(7, 20),
         max_new=st.integers(0, 3),
     )
-    def start(self, namespace: Hashable, variants: list[int], tail_len: int, max_new: int) -> None:
-        self.pair.start(namespace, make_prompt(self.pair.cache.page_size, variants, tail_len), max_new)
+    def start(self, namespace: Hashable, variants: list[int], tail_len: int, last: int, max_new: int) -> None:
+        self.pair.start(namespace, make_prompt(self.pair.cache.page_size, variants, tail_len, last), max_new)
 
     @precondition(lambda self: self.pair.running)
     @rule(index=st.integers(0, 9), num_tokens=st.integers(1, 200))
@@ -282,11 +344,11 @@ def run_at_random(page_size: int, policy: str, num_operations: int) -> None:
     for step in range(num_operations):
         if step % 500 == 499:  # now and then another pool, from tiny to roomy
             pair.finish_all()
-            pair = Pair(page_size, rng.choice([2, 5, 12, 24, 60]), policy)
+            pair = Pair(page_size, rng.choice([2, 5, 12, 24, 60]), policy, copies=rng.random() < 0.8)
         kind = rng.random()
         if kind < 0.4 or not pair.running:
-            variants = rng.choices((0, 1, 2), (5, 1, 1), k=rng.randrange(9))
-            prompt = make_prompt(page_size, variants, rng.randrange(page_size))
+            variants = [rng.randrange(13) if rng.random() < 0.3 else 0 for _ in range(rng.randrange(9))]
+            prompt = make_prompt(page_size, variants, rng.randrange(page_size), rng.randrange(7, 21))
             pair.start(rng.choice([None, None, "a", ("a",)]), prompt, rng.randrange(3))
         elif kind < 0.6:
             pair.compute(rng.randrange(99), rng.randrange(1, 4 * page_size))

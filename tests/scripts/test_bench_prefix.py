@@ -43,17 +43,17 @@ def test_the_command_line_runs_all_scenarios_and_the_cache_saves_what_it_ideally
         assert result["bound"] > 1
         assert result["peak_memory_mib"] > 50
         assert str(result["cached_tokens"]) in printed
-    # Four prompts of 100 + 9 tokens on one prefix: each but the first finds its 6 whole pages of 16.
+    # Four prompts of 100 + 9 tokens on one prefix, that each but the first finds.
     assert by_name["system"]["prompt_tokens"] == 4 * 109
-    assert by_name["system"]["cached_tokens"] == 3 * 96
-    # Chat: the first turn shares 4 pages of the system prompt; a later one all of the turn before but its last token.
+    assert by_name["system"]["cached_tokens"] == 3 * 100
+    # Chat: the first turn shares the system prompt; a later one all of the turn before but its last token.
     turn_lens = [70 + 20, 90 + 6 + 20, 116 + 6 + 20]
     assert by_name["chat"]["prompt_tokens"] == 3 * sum(turn_lens)
-    assert by_name["chat"]["cached_tokens"] == 2 * 64 + 3 * ((90 + 5) // 16 * 16) + 3 * ((116 + 5) // 16 * 16)
+    assert by_name["chat"]["cached_tokens"] == 2 * 70 + 3 * (90 + 5) + 3 * (116 + 5)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_by_one_saves_the_same_and_the_cache_is_empty_and_on_afterwards(
+def test_one_by_one_saves_more_and_the_cache_is_empty_and_on_afterwards(
     bench: Any, tiny_path: Callable[[str], Path]
 ) -> None:
     engine = Engine(
@@ -68,7 +68,11 @@ def test_one_by_one_saves_the_same_and_the_cache_is_empty_and_on_afterwards(
         bench.run_scenario(engine, scenario, cached=cached, one_by_one=one_by_one, seed=3)
         for cached, one_by_one in ((True, True), (True, False), (False, True))
     ]
-    assert [run.cached_tokens for run in runs] == [48, 48, 0]
+    assert [run.cached_tokens for run in runs] == [
+        50,
+        48,
+        0,
+    ]  # side by side, the page that both share a part of is not there yet
     assert [len(run.waves) for run in runs] == [2, 1, 2]
     assert runs[0].outputs == runs[1].outputs == runs[2].outputs
     assert engine.cache.enabled
@@ -78,18 +82,18 @@ def test_one_by_one_saves_the_same_and_the_cache_is_empty_and_on_afterwards(
 @pytest.mark.parametrize(
     ("prompts", "outputs", "expected"),
     [
-        ([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 9, 9)], [[7], [7]], 2),  # three shared, a page of two
-        ([tokens(1, 2, 3, 4), tokens(1, 2, 3, 4)], [[7], [7]], 2),  # the last token is computed again
+        ([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 9, 9)], [[7], [7]], 3),
+        ([tokens(1, 2, 3, 4), tokens(1, 2, 3, 4)], [[7], [7]], 3),  # the last token is computed again
         ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4, 6], [7]], 4),  # 3 and 4 are an earlier output
-        ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4], [7]], 2),  # 4 was sampled last: it has no KV
+        ([tokens(1, 2), tokens(1, 2, 3, 4, 8)], [[3, 4], [7]], 3),  # 4 was sampled last: it has no KV
         ([tokens(1, 2, 3, 4, 5, 6), tokens(1, 2, 9, 4, 8, 8)], [[7], [7]], 2),  # 4 is equal, behind a difference
         ([tokens(1, 2, 3), tokens(4, 2, 3)], [[7], [7]], 0),  # equal tokens behind a difference are no prefix
     ],
 )
-def test_ideal_counts_whole_pages_shared_with_an_earlier_sequence(
+def test_ideal_counts_tokens_shared_with_an_earlier_sequence(
     bench: Any, prompts: list[np.ndarray], outputs: list[list[int]], expected: int
 ) -> None:
-    assert bench.ideal_cached_tokens(prompts, outputs, page_size=2) == expected
+    assert bench.ideal_cached_tokens(prompts, outputs) == expected
 
 
 def test_an_engine_that_spends_just_its_costs_reaches_the_prediction(bench: Any) -> None:

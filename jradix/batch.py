@@ -101,19 +101,12 @@ def build_arrays(
     return StepArrays(token_ids, attention, logits_at, sample_slots)
 
 
-def build_copies(
-    plan: StepPlan, page_tables: npt.NDArray[np.int32], page_size: int, max_copies: int
-) -> npt.NDArray[np.int32] | None:
-    """Pages to copy before the step, `[2, max_copies]`, sources and targets; None if there are none."""
-    pairs = [
-        (row.copied_from, page_tables[row.request.slot, row.start // page_size])
-        for row in plan.extend
-        if row.copied_from is not None
-    ]
-    if not pairs:
+def build_copies(plan: StepPlan, max_copies: int) -> npt.NDArray[np.int32] | None:
+    """Pages to copy before the step, `[2, max_copies]`, sources and targets; target 0 pads. None if there are none."""
+    if not plan.copies:
         return None
-    copies = _zeros(2, max_copies)  # padding copies the null page to itself
-    copies[:, : len(pairs)] = np.transpose(pairs)
+    copies = _zeros(2, max_copies)
+    copies[:, : len(plan.copies)] = np.transpose(plan.copies)
     return copies
 
 

@@ -230,7 +230,7 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         shape = step_shape(plan, self._buckets)
         arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self._layout.num_pages)
-        copies = build_copies(plan, self.scheduler.page_tables, self.config.page_size, self.runner.max_copies)
+        copies = build_copies(plan, self.runner.max_copies)
         launched = self.runner.launch(shape, arrays, build_sampling(plan, shape), copies)
         self._in_flight.append(_InFlight(plan, shape, launched))
 

@@ -117,7 +117,7 @@ class Runner:
         return LaunchedStep(tokens)
 
     def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
-        """Copy pages `[2, max_copies]` (sources, targets) in all layers, reading all before writing any."""
+        """Copy pages in all layers, `[2, max_copies]`, see `pool.copy_pages`."""
         self._pool = self._compiled_copier()(self._pool, copies)
 
     def collect(self, step: LaunchedStep) -> npt.NDArray[np.int32]:

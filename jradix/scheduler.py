@@ -1,7 +1,7 @@
 """Decides what the next step computes: who decodes, whose prompt goes on, who is admitted, who is retracted."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +20,25 @@ Requests seldom use all of `max_new_tokens`, so reserving all of it would leave 
 class PlannedRow:
     """One request's part of a step: tokens `[start, start + num_tokens)` of its sequence.
 
-    `samples`: they reach the end of the sequence, so the step yields its next token. `copied_from`: the page whose head
-    holds the tokens before `start` in its page, to be copied before the step; None if there are none to copy.
+    `samples`: they reach the end of the sequence, so the step yields its next token.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    copied_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: rows that decode one token each, then rows that extend by a chunk of their prompt."""
+    """One launch: rows that decode one token each, then rows that extend by a chunk of their prompt.
+
+    Before it, pages are copied, one after another in the order of `copies`, which holds (source, target) page ids.
+    """
 
     decode: list[PlannedRow]
     extend: list[PlannedRow]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[PlannedRow]:
@@ -54,9 +56,8 @@ class Scheduler:
     it reads any, so another row of the same step may already hit them. A prompt is matched again before each chunk;
     what another request has computed in the meantime is skipped, and so two requests never write the same prefix.
 
-    Where a match ends inside a page, the page is copied before the step. All copies of a step are read before any is
-    written, so a page may even be evicted, and become the target of another, in the plan that copies it. Pages that
-    this very step fills have nothing to copy yet.
+    Where a match ends inside a page, the page is copied before the step. It is not locked: the plan that copies it may
+    evict it, and make it the target of a later copy. Pages that this very step fills have nothing to copy yet.
 
     Pages of a request come from the cache; `page_tables[slot]` lists them, `[max_running_requests, max_pages]` int32.
     """
@@ -114,17 +115,17 @@ class Scheduler:
             ResultsNeededError: pages ran out and whom to retract depends on results in flight. What was planned so far
                 is undone by planning again: nothing is lost.
         """
-        decode = self._plan_decodes(in_flight)
-        extend = self._plan_extends()
-        if not decode and not extend:
+        plan = StepPlan(self._plan_decodes(in_flight), [])
+        self._plan_extends(plan)
+        if not plan.rows:
             if self._stuck() and not in_flight:
                 self._retract(self.running[-1])
                 return self.plan(in_flight=in_flight)
             return None
-        for row in decode + extend:
+        for row in plan.rows:
             row.request.computed_len = row.start + row.num_tokens
             row.request.num_sampled += row.samples
-        return StepPlan(decode, extend)
+        return plan
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request: what it computed stays in the cache, everything else is given back."""
@@ -150,25 +151,23 @@ class Scheduler:
         decoding.sort(key=self._place_among_rows)
         return [PlannedRow(request, request.computed_len, 1, samples=True) for request in decoding]
 
-    def _plan_extends(self) -> list[PlannedRow]:
-        """Chunks of prompts within the token budget: the one that is under way first, then waiting requests."""
-        rows: list[PlannedRow] = []
+    def _plan_extends(self, plan: StepPlan) -> None:
+        """Add chunks of prompts within the token budget: the one that is under way first, then waiting requests."""
         budget = self.chunked_prefill_size
         self._filling.clear()
         for request in self.running:
             if request.wants_step and request.seq_len - request.computed_len > 1 and budget:
-                budget -= self._plan_chunk(request, self._match_again(request), budget, rows)
-        while self.waiting and budget and self._free_slots and len(rows) < self.max_extend_rows:
+                budget -= self._plan_chunk(request, self._match_again(request), budget, plan)
+        while self.waiting and budget and self._free_slots and len(plan.extend) < self.max_extend_rows:
             request = self.waiting[0]
             match = self._admit(request)
             if match is None:
                 break
             self.waiting.popleft()
-            budget -= self._plan_chunk(request, match, budget, rows)
-        rows.sort(key=lambda row: self._place_among_rows(row.request))
-        return rows
+            budget -= self._plan_chunk(request, match, budget, plan)
+        plan.extend.sort(key=lambda row: self._place_among_rows(row.request))
 
-    def _plan_chunk(self, request: Request, match: Match, budget: int, rows: list[PlannedRow]) -> int:
+    def _plan_chunk(self, request: Request, match: Match, budget: int, plan: StepPlan) -> int:
         """Plan up to `budget` tokens of the request's prompt, which `match` has just looked up; returns how many."""
         copied = match.head_len
         if request.computed_len != match.num_tokens or match.head_page in self._filling:
@@ -181,10 +180,11 @@ class Scheduler:
         end = start + num_tokens
         if not request.num_retractions:
             request.cached_tokens += copied
-        copied_from = match.head_page if copied else None
-        rows.append(PlannedRow(request, start, num_tokens, samples=end == request.seq_len, copied_from=copied_from))
-        self._insert(request, end, num_copied=copied)
+        plan.extend.append(PlannedRow(request, start, num_tokens, samples=end == request.seq_len))
         table = self.page_tables[request.slot]
+        if copied:
+            plan.copies.append((match.head_page, int(table[start // self.page_size])))
+        self._insert(request, end, num_copied=copied)
         self._filling.update(table[start // self.page_size : self._pages_for(end)].tolist())
         return num_tokens
 

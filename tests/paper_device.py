@@ -130,13 +130,8 @@ class PaperDevice:
         assert rows, "a step without rows"
         assert sum(row.num_tokens for row in plan.extend) <= self.chunk
         assert len({row.request.id for row in rows}) == len(rows), "a request twice in one step"
-        copied = {row.request.id: self.slots[row.copied_from].copy() for row in rows if row.copied_from is not None}
-        for row in rows:
-            if row.copied_from is not None:
-                assert row.start % self.page_size, "a copy of which nothing is used"
-                self.slots[self.scheduler.page_tables[row.request.slot, row.start // self.page_size]] = copied[
-                    row.request.id
-                ]
+        for source, target in plan.copies:
+            self.slots[target] = self.slots[source]
         writes: dict[int, int] = {}
         for row in rows:  # all rows write before any reads, as on the device
             tokens = self._tokens_of(row.request)

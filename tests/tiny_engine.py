@@ -137,7 +137,7 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         shape = step_shape(plan, engine._buckets)
         num_pages = engine.cache.num_total + 1  # of a layer, the null page included
         arrays = build_arrays(plan, shape, engine.scheduler.page_tables, engine.config.page_size, num_pages)
-        copies = build_copies(plan, engine.scheduler.page_tables, engine.config.page_size, runner.max_copies)
+        copies = build_copies(plan, runner.max_copies)
         if copies is not None:
             runner.copy_pages(copies)
         forward = runner.compiled_forward(shape)

@@ -38,10 +38,14 @@ def allocate_pool(layout: KVLayout, dtype: jnp.dtype) -> jax.Array:
 
 
 def copy_pages(pool: jax.Array, copies: jax.Array, pages_per_layer: int) -> jax.Array:
-    """The pool with whole pages copied in all layers; donate it.
+    """The pool with whole pages copied in all layers, one after another; donate it.
 
-    copies: int32 `[2, n]`, sources and targets. All sources are read before any target is written.
+    copies: int32 `[2, n]`, sources and targets; the first target 0 ends the list.
     """
-    layers = jnp.arange(pool.shape[0] // pages_per_layer, dtype=jnp.int32)[:, None] * pages_per_layer
-    sources, targets = (layers + copies[0]).reshape(-1), (layers + copies[1]).reshape(-1)
-    return pool.at[targets].set(pool[sources])
+    first = jnp.arange(pool.shape[0] // pages_per_layer, dtype=jnp.int32) * pages_per_layer
+
+    def copy(index: jax.Array, pool: jax.Array) -> jax.Array:
+        source, target = copies[0, index], copies[1, index]
+        return pool.at[first + target].set(pool[first + source])
+
+    return jax.lax.fori_loop(0, (copies[1] != 0).sum(), copy, pool)

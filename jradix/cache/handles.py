@@ -1,7 +1,7 @@
 """What the cache hands out: a match to consider, a lock to hold, and what an insert did."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jradix.cache.pages import PageIds
 from jradix.cache.radix import Node
@@ -11,8 +11,7 @@ class StaleMatchError(RuntimeError):
     """A match was locked after its pages had been evicted: match again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The longest cached prefix at the time of asking. Only a candidate: nothing protects its pages before `lock`."""
 
     num_tokens: int  # whole pages
@@ -21,7 +20,7 @@ class Match:
     head_page: int  # the page that begins with them; 0 if there is none
     namespace: Hashable
     num_asked: int  # tokens looked up
-    node: Node | None = field(repr=False)  # where the match ends, perhaps inside it; None when nothing matched
+    node: Node | None  # where the match ends, perhaps inside it; None when nothing matched
 
 
 class Lock:
@@ -43,8 +42,7 @@ class Lock:
         return self.node.end
 
 
-@dataclass(frozen=True, slots=True)
-class Insert:
+class Insert(NamedTuple):
     """What `insert` did to a request's page table."""
 
     pages: PageIds  # the table to go on with, as long as the one given

@@ -367,9 +367,9 @@ class PrefixCache:
             node = node.parent
 
     def _drop_tail_within(self, node: Node, tokens: bytes) -> None:
-        """Free the tail below `node` that `tokens`, at most a page and about to enter there, begin with, if any."""
-        tail = self._tree.closest(node, tokens)
-        if tail is not None and self._tree.is_tail(tail) and tokens.startswith(tail.tokens):
+        """Free the tail below `node` with which `tokens`, at most a page and about to enter there, begin, if any."""
+        tail = self._tree.tail_within(node, tokens)
+        if tail is not None:
             self._queue.discard(tail)
             self._tree.detach(tail)
             self._pages.reclaim(as_page_ids(tail.pages))
@@ -384,22 +384,23 @@ class PrefixCache:
 
     def _evict(self, num_pages: int, owner: Hashable) -> None:
         """Free exactly `num_pages` pages, trimming the last leaf from its tail. The caller knows that so many exist."""
+        tree, queue, learner = self._tree, self._queue, self._learner
         freed: list[bytes] = []
         missing = num_pages
         while missing > 0:
-            leaf = self._queue.first()
-            counters = self._counters(leaf)
-            gone = leaf.tokens[-min(missing, leaf.num_pages) * self._tree.page_bytes :]
-            counters.evicted_tokens += len(gone) // TOKEN_BYTES
-            if self._learner is not None and not self._tree.is_tail(leaf):
-                self._learner.evicted(gone, leaf.uses, leaf.last_access)
-            if leaf.num_pages > missing:
-                freed.append(self._tree.trim(leaf, missing))
+            leaf = queue.first()
+            available = len(leaf.pages) // TOKEN_BYTES
+            gone = leaf.tokens if available <= missing else leaf.tokens[-missing * tree.page_bytes :]
+            self._counters(leaf).evicted_tokens += len(gone) // TOKEN_BYTES
+            if learner is not None and len(leaf.tokens) >= tree.page_bytes:  # of tails nothing is learned
+                learner.evicted(gone, leaf.uses, leaf.last_access)
+            if available > missing:
+                freed.append(tree.trim(leaf, missing))
                 break
-            self._queue.discard(leaf)
+            queue.discard(leaf)
             freed.append(leaf.pages)
-            missing -= leaf.num_pages
-            self._offer(self._tree.detach(leaf))
+            missing -= available
+            self._offer(tree.detach(leaf))
         page_ids = as_page_ids(b"".join(freed))
         if self.journal is not None:
             self.journal.removed(page_ids, Removal("evicted", self._clock, num_pages, owner))

@@ -147,13 +147,35 @@ class RadixTree:
         children = node.children
         if not children or not tokens:
             return None
-        if len(children) <= FEW_CHILDREN:
-            return children[max(children, key=lambda key: common_tokens(key, tokens))]
-        if node.order is None:
-            node.order = sorted(children)
         # Of sorted strings those with the longest common prefix are neighbours.
+        keys = list(children) if len(children) <= FEW_CHILDREN else self._neighbours(node, tokens)
+        best, most = keys[0], -1
+        for key in keys:
+            if most < 0 or key[:TOKEN_BYTES] == tokens[:TOKEN_BYTES]:  # else not even the first token agrees
+                common = common_tokens(key, tokens)
+                if common > most:
+                    best, most = key, common
+        return children[best]
+
+    def tail_within(self, node: Node, tokens: bytes) -> Node | None:
+        """The tail below `node`, there is at most one, with which `tokens` begin, at most a page."""
+        children = node.children
+        if not children:
+            return None
+        # The strings between a prefix and `tokens` in sorted order would begin with the prefix, as no page beside does.
+        keys = children if len(children) <= FEW_CHILDREN else self._neighbours(node, tokens)
+        for key in keys:
+            if len(key) < self.page_bytes and tokens.startswith(key):
+                return children[key]
+        return None
+
+    def _neighbours(self, node: Node, tokens: bytes) -> list[bytes]:
+        """The keys of `node`, of which there are some, on either side of `tokens`."""
+        assert node.children
+        if node.order is None:
+            node.order = sorted(node.children)
         place = bisect_left(node.order, tokens)
-        return children[max(node.order[max(0, place - 1) : place + 1], key=lambda key: common_tokens(key, tokens))]
+        return node.order[max(0, place - 1) : place + 1]
 
     def is_tail(self, node: Node) -> bool:
         return len(node.tokens) < self.page_bytes and node.parent is not None
@@ -247,6 +269,8 @@ def as_page_ids(page_bytes: bytes) -> npt.NDArray[np.int32]:
 
 def as_token_bytes(token_ids: TokenIds) -> bytes:
     """Token ids as the bytes of int32. ValueError for what is no integer or does not fit."""
+    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
+        return token_ids.tobytes()
     ids = np.asarray(token_ids)
     if ids.size and ids.dtype != np.int32:
         fits = ids.dtype.kind in "iu" and int(ids.min()) >= -(2**31) and int(ids.max()) < 2**31

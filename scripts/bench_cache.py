@@ -1,0 +1,180 @@
+"""Host time and memory of the prefix cache, without model or device.
+
+    python scripts/bench_cache.py
+    python scripts/bench_cache.py --trace conversation.jsonl --json cache.json
+
+*loads*: requests one after another through the calls the scheduler makes, match + lock + allocate (which evicts) +
+insert + unlock; microseconds a request. Pages of 16 tokens. Interleaved chat: 2,000 conversations of 6 turns, a system
+prompt of 200 tokens, about 150 a turn, a pool of 200k tokens. Documents: 200 of 8,000 tokens with 20 questions each, a
+pool of 1M. The trace, in the format of Mooncake: its first 4,000 requests, each block of 512 tokens scaled to 32, a
+pool of 160k.
+
+*hit*: a prompt of 2,000 tokens that is cached whole, through the same calls but for eviction, in trees of 10,000 and
+100,000 leaves. *eviction*: 10,000 evictions of one page, from among 50,000 leaves of one page. *memory*: what Python
+and numpy allocate for a tree of random prompts, beside the tokens and nodes it holds, whole and after a split of every
+edge.
+
+Times are CPU time of one thread, each the median of `--repeats` runs.
+"""
+
+import argparse
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from simulate_cache import SYNTHETIC, TraceRequest, read_trace, tokens_of
+from tqdm import tqdm
+
+from jradix.cache import PrefixCache
+
+PAGE_SIZE = 16
+TRACE_REQUESTS = 4_000
+TRACE_BLOCK_LEN = 32  # tokens that stand for a block of 512
+CACHED_LEN = 2_000
+POOL_TOKENS = {"chat": 200_000, "documents": 1_000_000, "trace": 160_000}
+
+
+def serve(cache: PrefixCache, request: TraceRequest) -> None:
+    """All cache calls of one request."""
+    tokens = np.concatenate([request.prompt, request.output])
+    match = cache.match(request.prompt[:-1])
+    lock = cache.lock(match)
+    new = cache.allocate(-(-len(tokens) // PAGE_SIZE) - len(match.pages))
+    assert new is not None, "a request is larger than the pool"
+    table = np.concatenate([match.pages, new])
+    if len(request.output):
+        table = cache.insert(request.prompt, table, lock).pages
+    done = cache.insert(tokens, table, lock)
+    held = done.num_tokens // PAGE_SIZE
+    if len(tokens) > done.num_tokens:
+        held += cache.insert_tail(tokens, int(done.pages[held]), lock)
+    cache.free(done.pages[held:])
+    cache.unlock(lock)
+
+
+def load_us(requests: list[TraceRequest], pool_tokens: int, policy: str) -> float:
+    """Microseconds a request."""
+    cache = PrefixCache(pool_tokens // PAGE_SIZE, PAGE_SIZE, eviction_policy=policy)
+    start = time.thread_time()
+    for request in requests:
+        serve(cache, request)
+    return (time.thread_time() - start) / len(requests) * 1e6
+
+
+def wide_tree(num_leaves: int, num_free: int) -> PrefixCache:
+    """Leaves of one page each under stems of two pages that a hundred share."""
+    cache = PrefixCache(num_leaves + num_leaves // 50 + 2 + num_free, PAGE_SIZE)
+    rng = np.random.default_rng(0)
+    for _ in range(num_leaves // 100):
+        stem = tokens_of(rng, 2 * PAGE_SIZE)
+        for _ in range(100):
+            serve(cache, TraceRequest(np.concatenate([stem, tokens_of(rng, PAGE_SIZE)]), stem[:0]))
+    return cache
+
+
+def hit_us(num_leaves: int, repeats: int) -> float:
+    """Microseconds of match, lock, allocate one page, insert and unlock where a whole prompt is cached."""
+    cache = wide_tree(num_leaves, 2 * CACHED_LEN // PAGE_SIZE)
+    prompt = TraceRequest(tokens_of(np.random.default_rng(1), CACHED_LEN), np.zeros(0, np.int32))
+    serve(cache, prompt)
+    samples: list[float] = []
+    for _ in range(100 * repeats):
+        start = time.thread_time()
+        serve(cache, prompt)
+        samples.append(time.thread_time() - start)
+    return median(samples) * 1e6
+
+
+def eviction_us(policy: str, num_leaves: int, num_evictions: int) -> float:
+    """Microseconds of one eviction: a page is allocated from a full pool and freed again, less the same without."""
+    cache = wide_tree(num_leaves, 0)
+    spare = cache.num_free
+    if spare:
+        assert cache.allocate(spare) is not None
+    pages: list[np.ndarray] = []
+    start = time.thread_time()
+    for _ in range(num_evictions):
+        page = cache.allocate(1)
+        assert page is not None
+        pages.append(page)
+    return (time.thread_time() - start) / num_evictions * 1e6
+
+
+def memory_bytes(num_prompts: int, *, split: bool) -> tuple[int, int, int]:
+    """Bytes allocated, cached tokens and nodes."""
+    rng = np.random.default_rng(0)
+    prompts = [tokens_of(rng, 640) for _ in range(num_prompts)]
+    cache = PrefixCache(num_prompts * 40, PAGE_SIZE)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for prompt in prompts:
+        serve(cache, TraceRequest(prompt, prompt[:0]))
+    if split:
+        for prompt in prompts:
+            cache.unlock(cache.lock(cache.match(prompt[:320])))
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    nodes = [node for root in cache.tree.roots.values() for node in cache.tree.subtree(root)]
+    return used, sum(node.num_tokens for node in nodes), len(nodes)
+
+
+def repeated(repeats: int, run: Callable[[], float]) -> float:
+    return median(run() for _ in range(repeats))
+
+
+def loads(trace: Path | None) -> Iterable[tuple[str, list[TraceRequest]]]:
+    for name in ("chat", "documents"):
+        yield name, list(SYNTHETIC[name](0))
+    if trace is not None:
+        yield "trace", list(read_trace(trace, TRACE_BLOCK_LEN))[:TRACE_REQUESTS]
+
+
+def measure(options: argparse.Namespace) -> list[tuple[str, float, str]]:
+    """(what, number, unit)."""
+    scale = 100 if options.quick else 1
+    rows: list[tuple[str, float, str]] = []
+    with tqdm(total=len(options.policies) * 3 + 4, unit="number", file=sys.stderr) as progress:
+
+        def add(what: str, number: float, unit: str) -> None:
+            rows.append((what, number, unit))
+            progress.update()
+
+        for name, requests in loads(options.trace):
+            some = requests[: max(1, len(requests) // scale)]
+            for policy in options.policies:
+                number = repeated(options.repeats, lambda: load_us(some, POOL_TOKENS[name], policy))  # noqa: B023
+                add(f"load {name}, {policy}", number, "us a request")
+        for policy in options.policies:
+            number = repeated(options.repeats, lambda: eviction_us(policy, 50_000 // scale, 10_000 // scale))  # noqa: B023
+            add(f"eviction, {policy}", number, "us a page")
+        for num_leaves in (10_000, 100_000):
+            add(f"hit of {CACHED_LEN} tokens, {num_leaves} leaves", hit_us(num_leaves // scale, options.repeats), "us")
+        for split in (False, True):
+            used, tokens, nodes = memory_bytes(2_000 // scale, split=split)
+            name = f"memory, {tokens // nodes} tokens a node"
+            add(name, (used - 12 * tokens) / nodes, "bytes a node beside 12 a token")
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="JSONL with `hash_ids`")
+    parser.add_argument("--policies", nargs="+", default=["lru", "adaptive"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a hundredth of everything, for tests")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = parser.parse_args(arguments)
+    rows = measure(options)
+    for what, number, unit in rows:
+        print(f"{what:<36} {number:10.1f} {unit}")
+    if options.json:
+        options.json.write_text(json.dumps({what: number for what, number, _ in rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

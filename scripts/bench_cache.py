@@ -11,10 +11,10 @@ pool of 160k.
 
 *hit*: a prompt of 2,000 tokens that is cached whole, through the same calls but for eviction, in trees of 10,000 and
 100,000 leaves. *eviction*: 10,000 evictions of one page, from among 50,000 leaves of one page. *memory*: what Python
-and numpy allocate for a tree of random prompts, beside the tokens and nodes it holds, whole and after a split of every
-edge.
+and numpy allocate for a tree of random prompts, whole and after a split of every edge, as a share of 12 bytes a token
+and 400 a node.
 
-Times are CPU time of one thread, each the median of `--repeats` runs.
+Times are CPU time of one thread, each the lowest of `--repeats` runs, because other programs only add to it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import json
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -66,9 +66,9 @@ def load_us(requests: list[TraceRequest], pool_tokens: int, policy: str) -> floa
     return (time.thread_time() - start) / len(requests) * 1e6
 
 
-def wide_tree(num_leaves: int, num_free: int) -> PrefixCache:
+def wide_tree(num_leaves: int, num_free: int, policy: str = "lru") -> PrefixCache:
     """Leaves of one page each under stems of two pages that a hundred share."""
-    cache = PrefixCache(num_leaves + num_leaves // 50 + 2 + num_free, PAGE_SIZE)
+    cache = PrefixCache(num_leaves + num_leaves // 50 + 2 + num_free, PAGE_SIZE, eviction_policy=policy)
     rng = np.random.default_rng(0)
     for _ in range(num_leaves // 100):
         stem = tokens_of(rng, 2 * PAGE_SIZE)
@@ -91,40 +91,33 @@ def hit_us(num_leaves: int, repeats: int) -> float:
 
 
 def eviction_us(policy: str, num_leaves: int, num_evictions: int) -> float:
-    """Microseconds of one eviction: a page is allocated from a full pool and freed again, less the same without."""
-    cache = wide_tree(num_leaves, 0)
-    spare = cache.num_free
-    if spare:
-        assert cache.allocate(spare) is not None
-    pages: list[np.ndarray] = []
+    """Microseconds to allocate one page from a pool that the tree has filled."""
+    cache = wide_tree(num_leaves, 0, policy)
+    cache.allocate(cache.num_free)
     start = time.thread_time()
     for _ in range(num_evictions):
-        page = cache.allocate(1)
-        assert page is not None
-        pages.append(page)
-    return (time.thread_time() - start) / num_evictions * 1e6
+        cache.allocate(1)
+    seconds = time.thread_time() - start
+    assert cache.statistics.total.evicted_tokens == num_evictions * PAGE_SIZE
+    return seconds / num_evictions * 1e6
 
 
-def memory_bytes(num_prompts: int, *, split: bool) -> tuple[int, int, int]:
-    """Bytes allocated, cached tokens and nodes."""
+def memory_share(num_prompts: int, prompt_len: int, *, split: bool) -> tuple[float, int]:
+    """Bytes allocated, over 12 a cached token and 400 a node; and the tokens a node has on average."""
     rng = np.random.default_rng(0)
-    prompts = [tokens_of(rng, 640) for _ in range(num_prompts)]
-    cache = PrefixCache(num_prompts * 40, PAGE_SIZE)
+    prompts = [tokens_of(rng, prompt_len) for _ in range(num_prompts)]
+    cache = PrefixCache(num_prompts * prompt_len // PAGE_SIZE, PAGE_SIZE)
     tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
     for prompt in prompts:
         serve(cache, TraceRequest(prompt, prompt[:0]))
     if split:
         for prompt in prompts:
-            cache.unlock(cache.lock(cache.match(prompt[:320])))
-    used = tracemalloc.get_traced_memory()[0] - before
+            cache.unlock(cache.lock(cache.match(prompt[: prompt_len // 2])))
+    used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     nodes = [node for root in cache.tree.roots.values() for node in cache.tree.subtree(root)]
-    return used, sum(node.num_tokens for node in nodes), len(nodes)
-
-
-def repeated(repeats: int, run: Callable[[], float]) -> float:
-    return median(run() for _ in range(repeats))
+    num_tokens = sum(node.num_tokens for node in nodes)
+    return used / (12 * num_tokens + 400 * len(nodes)), num_tokens // len(nodes)
 
 
 def loads(trace: Path | None) -> Iterable[tuple[str, list[TraceRequest]]]:
@@ -138,7 +131,9 @@ def measure(options: argparse.Namespace) -> list[tuple[str, float, str]]:
     """(what, number, unit)."""
     scale = 100 if options.quick else 1
     rows: list[tuple[str, float, str]] = []
-    with tqdm(total=len(options.policies) * 3 + 4, unit="number", file=sys.stderr) as progress:
+    with tqdm(
+        total=len(options.policies) * (3 + (options.trace is not None)) + 6, unit="number", file=sys.stderr
+    ) as progress:
 
         def add(what: str, number: float, unit: str) -> None:
             rows.append((what, number, unit))
@@ -147,17 +142,16 @@ def measure(options: argparse.Namespace) -> list[tuple[str, float, str]]:
         for name, requests in loads(options.trace):
             some = requests[: max(1, len(requests) // scale)]
             for policy in options.policies:
-                number = repeated(options.repeats, lambda: load_us(some, POOL_TOKENS[name], policy))  # noqa: B023
-                add(f"load {name}, {policy}", number, "us a request")
+                samples = [load_us(some, POOL_TOKENS[name], policy) for _ in range(options.repeats)]
+                add(f"load {name}, {policy}", min(samples), "us a request")
         for policy in options.policies:
-            number = repeated(options.repeats, lambda: eviction_us(policy, 50_000 // scale, 10_000 // scale))  # noqa: B023
-            add(f"eviction, {policy}", number, "us a page")
+            samples = [eviction_us(policy, 50_000 // scale, 10_000 // scale) for _ in range(options.repeats)]
+            add(f"eviction, {policy}", min(samples), "us a page")
         for num_leaves in (10_000, 100_000):
             add(f"hit of {CACHED_LEN} tokens, {num_leaves} leaves", hit_us(num_leaves // scale, options.repeats), "us")
-        for split in (False, True):
-            used, tokens, nodes = memory_bytes(2_000 // scale, split=split)
-            name = f"memory, {tokens // nodes} tokens a node"
-            add(name, (used - 12 * tokens) / nodes, "bytes a node beside 12 a token")
+        for prompt_len, split in ((640, False), (640, True), (32, False), (32, True)):
+            share, per_node = memory_share(4_000 // scale, prompt_len, split=split)
+            add(f"memory, {per_node} tokens a node", 100 * share, "% of 12 bytes a token and 400 a node")
     return rows
 
 

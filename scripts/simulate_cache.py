@@ -10,6 +10,9 @@ the calls that the scheduler makes: match, lock, allocate, insert, unlock.
 Beside the policies stand two bounds. *infinite*: nothing is ever evicted. *optimum*: Belady's rule with knowledge of
 the future. After each request the pages of nearest next use stay, however many the request itself needed while it ran.
 A page is never used before its prefix, so that what Belady keeps is closed under prefixes, and no policy can hit more.
+
+Hits are counted in whole pages, unless `--copies` lets a match end inside a page, which the engine then copies. The
+bounds, which know of whole pages only, are left out.
 """
 
 import argparse
@@ -118,9 +121,12 @@ def tokens_of(rng: np.random.Generator, num_tokens: int | np.integer) -> TokenId
 # Replays and bounds
 
 
-def replay(requests: Iterable[TraceRequest], policy: str, page_size: int, num_pages: int) -> Outcome:
+def replay(
+    requests: Iterable[TraceRequest], policy: str, page_size: int, num_pages: int, *, copies: bool = False
+) -> Outcome:
     """All requests through one cache, one after another; host time in microseconds (the column `us`)."""
-    cache = PrefixCache(num_pages, page_size, eviction_policy=policy)
+    min_copied_tokens = 1 if copies else None
+    cache = PrefixCache(num_pages, page_size, eviction_policy=policy, min_copied_tokens=min_copied_tokens)
     spent: list[float] = []
     asked = hit = refused = 0
     for request in requests:
@@ -135,11 +141,14 @@ def replay(requests: Iterable[TraceRequest], policy: str, page_size: int, num_pa
             table = np.concatenate([match.pages, pages])
             done = cache.insert(request.prompt, table, lock)
             done = cache.insert(tokens, done.pages, lock)
-            cache.free(done.pages[done.num_tokens // page_size :])
+            held = done.num_tokens // page_size
+            if len(tokens) > done.num_tokens:
+                held += cache.insert_tail(tokens, int(done.pages[held]), lock)
+            cache.free(done.pages[held:])
         cache.unlock(lock)
         spent.append(time.perf_counter() - start)
         asked += len(request.prompt) - 1
-        hit += match.num_tokens if pages is not None else 0
+        hit += match.num_tokens + match.head_len if pages is not None else 0
     cache.check()
     evicted = cache.statistics.total.evicted_tokens // page_size
     return Outcome(policy, page_size, num_pages, hit / max(1, asked), evicted, refused, 1e6 * float(np.median(spent)))
@@ -213,24 +222,28 @@ class PageTrace:
 
 
 def simulate(
-    requests: list[TraceRequest], policies: list[str], page_sizes: list[int], pools: list[int]
+    requests: list[TraceRequest], policies: list[str], page_sizes: list[int], pools: list[int], *, copies: bool = False
 ) -> list[Outcome]:
-    """Every policy on every page size and pool, with the bounds."""
+    """Every policy on every page size and pool, with the bounds if hits are whole pages."""
     outcomes: list[Outcome] = []
-    with tqdm(total=len(page_sizes) * (1 + len(pools) * (1 + len(policies))), unit="run", file=sys.stderr) as progress:
+    num_bounds = 0 if copies else len(page_sizes) * (1 + len(pools))
+    total = num_bounds + len(page_sizes) * len(pools) * len(policies)
+    with tqdm(total=total, unit="run", file=sys.stderr) as progress:
 
         def add(outcome: Outcome) -> None:
             outcomes.append(outcome)
             progress.update()
 
         for page_size in page_sizes:
-            pages = PageTrace.of(requests, page_size)
-            add(pages.infinite())
+            pages = None if copies else PageTrace.of(requests, page_size)
+            if pages is not None:
+                add(pages.infinite())
             for num_pages in pools:
-                add(pages.optimum(num_pages))
+                if pages is not None:
+                    add(pages.optimum(num_pages))
                 for policy in policies:
                     progress.set_description(f"{policy}, {num_pages} pages of {page_size}")
-                    add(replay(requests, policy, page_size, num_pages))
+                    add(replay(requests, policy, page_size, num_pages, copies=copies))
     return outcomes
 
 
@@ -267,8 +280,9 @@ def save_plot(outcomes: list[Outcome], path: Path, title: str) -> None:
             axis.plot(
                 *zip(*sorted(line), strict=True), marker="o", ls="--" if policy == "optimum" else "-", label=policy
             )
-        infinite = next(outcome.hit_rate for outcome in mine if outcome.policy == "infinite")
-        axis.axhline(infinite, color="grey", ls=":", label="infinite")
+        for outcome in mine:
+            if outcome.policy == "infinite":
+                axis.axhline(outcome.hit_rate, color="grey", ls=":", label="infinite")
         axis.set(xscale="log", xlabel=f"pool, pages of {page_size} tokens", ylabel="hit rate, tokens", title=title)
         axis.legend()
     figure.tight_layout()
@@ -283,6 +297,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=["lru", "lfu", "slru", "adaptive"])
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[16], help="tokens")
     parser.add_argument("--pages", nargs="+", type=int, default=[1_000, 5_000, 10_000], help="pool sizes")
+    parser.add_argument("--copies", action="store_true", help="hits may end inside a page")
     parser.add_argument("--block-len", type=int, default=16, help="tokens that stand for one block of `hash_ids`")
     parser.add_argument("--limit", type=int, help="only the first requests")
     parser.add_argument("--shuffle", action="store_true", help="requests in random order, for comparison")
@@ -300,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
     requests = list(trace)[: options.limit]
     if options.shuffle:
         random.Random(0).shuffle(requests)
-    outcomes = simulate(requests, options.policies, options.page_sizes, options.pages)
+    outcomes = simulate(requests, options.policies, options.page_sizes, options.pages, copies=options.copies)
     print(f"{len(requests)} requests, {sum(len(request.prompt) for request in requests)} prompt tokens")
     print(format_table(outcomes))
     if options.json:

@@ -1,5 +1,6 @@
 """Greedy tokens, and sampled ones, do not depend on the cache, on evictions, on retractions or on neighbours."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,22 @@ def test_tokens_are_the_same_for_every_page_size_and_batch_size(one_layer: Path)
         outputs.append(output_ids(engine, REQUESTS[:24], PARAMS[:24]))
         engine.check_idle()
     assert all(output == outputs[0] for output in outputs)
+
+
+def test_large_pages_cache_as_many_tokens_as_pages_of_one(tiny_path: Callable[[str], Path]) -> None:
+    """Few-shot prompts: 0 to 3 examples of one of two tasks, then a question, one after another."""
+    rng = np.random.default_rng(5)
+    tasks = [[rng.integers(3, 320, 17 + i).tolist() for i in range(3)] for _ in range(2)]
+    shots = [tasks[rng.integers(2)][: rng.integers(4)] for _ in range(24)]
+    prompts = [[*itertools.chain.from_iterable(some), *rng.integers(3, 320, 9).tolist()] for some in shots]
+    outputs: list[list[list[int]]] = []
+    cached: list[list[int]] = []
+    for page_size in (1, 32):
+        engine = start(tiny_path("llama"), page_size=page_size)
+        results = [engine.generate(input_ids=prompt, sampling_params=greedy(4)) for prompt in prompts]
+        outputs.append([result["output_ids"] for result in results])
+        cached.append([result["meta_info"]["cached_tokens"] for result in results])
+        engine.check_idle()
+    assert outputs[0] == outputs[1]
+    assert cached[0] == cached[1]
+    assert sum(cached[0]) > 400

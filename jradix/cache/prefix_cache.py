@@ -1,5 +1,6 @@
 """The prefix cache as the scheduler sees it: match, lock, allocate, insert, unlock; eviction happens inside."""
 
+import logging
 from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
@@ -22,6 +23,8 @@ from jradix.cache.radix import (
 )
 from jradix.cache.reuse import ReuseQueue
 from jradix.cache.statistics import CacheStatistics, Counters
+
+LOG = logging.getLogger(__name__)
 
 
 class PrefixCache:
@@ -69,6 +72,7 @@ class PrefixCache:
         self._learner = self._queue if isinstance(self._queue, ReuseQueue) else None
         self.statistics = CacheStatistics()
         self.pins = Pins(num_pages // 4 if max_pinned_pages is None else max_pinned_pages, self.unlock)
+        self._has_complained = False
         self._num_protected = 0
         self._num_locks = 0
         self._clock = 0  # counts locks and inserts
@@ -309,10 +313,11 @@ class PrefixCache:
         rest = tokens[whole * TOKEN_BYTES :]
         return self._drop([child for child in (node.children or {}).values() if child.tokens.startswith(rest)])
 
-    def check(self, private_pages: Iterable[int] = ()) -> None:
-        """Raise CacheInvariantError naming every broken invariant. O(size of cache).
+    def check(self, private_pages: Iterable[int] = (), *, strict: bool = True) -> list[str]:
+        """A sentence for every broken invariant, none if all hold. O(size of cache).
 
-        private_pages: the pages that requests hold outside the tree; none when idle.
+        private_pages: the pages that requests hold outside the tree; none when idle. If something is broken, `strict`
+        raises CacheInvariantError, which names it all; otherwise the first time is logged, and the cache goes on.
         """
         violations = find_violations(
             self._pages,
@@ -322,8 +327,12 @@ class PrefixCache:
             num_locks=self._num_locks,
             private_pages=private_pages,
         )
-        if violations:
+        if violations and strict:
             raise CacheInvariantError(violations)
+        if violations and not self._has_complained:
+            self._has_complained = True
+            LOG.error("the prefix cache is inconsistent: %s", "; ".join(violations))
+        return violations
 
     def _end_node(self, match: Match) -> Node:
         """The node that ends where the match ends, split off if need be."""

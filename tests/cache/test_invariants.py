@@ -106,3 +106,15 @@ def test_several_faults_are_all_named() -> None:
     with pytest.raises(CacheInvariantError) as caught:
         cache.check()
     assert len(caught.value.violations) >= 2
+
+
+def test_without_strict_a_broken_cache_is_logged_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    cache = PrefixCache(8, 2)
+    assert cache.check(strict=False) == []
+    cache._num_protected = 3
+    for _ in range(2):
+        [sentence] = cache.check(strict=False)
+        assert "protected pages says 3, a recount 0" in sentence
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "protected pages" in caplog.text
+    assert cache.allocate(2) is not None

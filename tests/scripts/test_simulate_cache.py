@@ -116,3 +116,21 @@ def test_neither_or_both_of_trace_and_load_are_refused(capsys: pytest.CaptureFix
         with pytest.raises(SystemExit):
             simulate_cache.main(arguments)
         assert "either a trace or --synthetic" in capsys.readouterr().err
+
+
+FEW_SHOT = Path(__file__).parents[1] / "data" / "gsm8k_cot_nested_shots.jsonl"
+
+
+@pytest.mark.parametrize("source", ["few-shot prompts", "synthetic few-shot", "synthetic chat"])
+def test_with_copies_pages_of_64_tokens_hit_like_pages_of_one(source: str) -> None:
+    if source == "few-shot prompts":
+        trace = list(simulate_cache.read_trace(FEW_SHOT, 16))
+    else:
+        trace = list(simulate_cache.SYNTHETIC[source.removeprefix("synthetic ")](0))[:300]
+    room = sum(len(request.prompt) + len(request.output) for request in trace)
+    single = simulate_cache.replay(trace, "lru", 1, room)
+    large = simulate_cache.replay(trace, "lru", 64, room // 64 + len(trace), copies=True)
+    whole = simulate_cache.replay(trace, "lru", 64, room // 64 + len(trace))
+    assert single.hit_rate > 0.4
+    assert large.hit_rate == pytest.approx(single.hit_rate, abs=1e-9)
+    assert whole.hit_rate < single.hit_rate

@@ -117,6 +117,15 @@ def test_every_python_example_parses_and_imports_public_names(text: str) -> None
                 assert alias.name in getattr(module, "__all__", ()), f"{node.module} does not export {alias.name}"
 
 
+def test_the_cache_examples_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    examples = [text for name, text in blocks("python") if name == "cache.md"]
+    for text in examples:
+        exec(text, names)
+    [shown] = re.findall(r"^# (.*)$", examples[-1], re.MULTILINE)
+    assert capsys.readouterr().out.splitlines()[0] == shown
+
+
 @pytest.mark.parametrize(("heading", "config"), [("Engine", EngineConfig), ("Sampling", SamplingParams)])
 def test_the_configuration_tables_name_every_field_and_its_default(heading: str, config: type) -> None:
     section = (ROOT / "docs" / "configuration.md").read_text("utf-8").partition(f"\n## {heading}\n")[2]

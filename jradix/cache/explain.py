@@ -10,6 +10,8 @@ from jradix.cache.journal import Removal
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.cache.radix import TOKEN_BYTES, Node, TokenIds, as_token_bytes
 
+__all__ = ["Explanation", "explain"]
+
 Reason = Literal["complete", "short", "evicted", "flushed", "other namespace", "diverged", "unseen"]
 Decode = Callable[[list[int]], str]
 SHOWN = 8  # token ids shown from a divergence on

@@ -9,6 +9,8 @@ import numpy as np
 
 from jradix.cache.prefix_cache import PrefixCache
 
+__all__ = ["Row", "rows", "to_dot", "to_html", "to_json", "to_text"]
+
 Decode = Callable[[list[int]], str]
 
 

@@ -1,5 +1,6 @@
 """Turns a step plan into padded arrays: the one place where shapes are padded to a bucket."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,9 @@ MAX_SUPPRESSED_IDS = 16
 """The most ids that `min_new_tokens` can keep from being sampled: EOS and stop ids of one request."""
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """What a step program reads, on the host; fresh arrays each step, because the device may alias them.
+    """What a step program reads, as views of one int32 vector: each array handed to a device costs the host 20 us.
 
     Attributes:
         token_ids: int32 `[tokens]`; `-1 - slot` stands for the token that slot sampled last, still on the device.
@@ -34,6 +34,29 @@ class StepArrays:
     attention: AttentionInputs
     logits_at: jax.Array
     sample_slots: jax.Array
+
+    @classmethod
+    def unpack(cls, packed: Any, shape: StepShape, pages_per_layer: int) -> "StepArrays":
+        """The arrays in `packed` `[packed_len(shape)]`, of the host or, inside a program, of the device."""
+        pieces: list[Any] = []
+        start = 0
+        for piece in _pieces(shape):
+            stop = start + math.prod(piece)
+            pieces.append(packed[start:stop].reshape(piece))
+            start = stop
+        token_ids, positions, write_pages, page_table, seq_lens, query_starts, logits_at, sample_slots = pieces
+        attention = AttentionInputs(positions, write_pages, page_table, seq_lens, query_starts, pages_per_layer)
+        return cls(token_ids, attention, logits_at, sample_slots)
+
+
+def packed_len(shape: StepShape) -> int:
+    """Length of the vector that holds a step's arrays."""
+    return sum(map(math.prod, _pieces(shape)))
+
+
+def _pieces(shape: StepShape) -> tuple[tuple[int, ...], ...]:
+    tokens, rows = (shape.tokens,), (shape.rows,)
+    return tokens, tokens, tokens, (shape.rows, shape.max_pages), rows, (shape.extend_rows + 1,), rows, rows
 
 
 def step_shape(plan: StepPlan, buckets: Buckets) -> StepShape:
@@ -56,28 +79,26 @@ def build_arrays(
     page_tables: npt.NDArray[np.int32],
     page_size: int,
     pages_per_layer: int,
-) -> StepArrays:
-    """Lay the plan out in the bucket. Padding tokens write to the null page and belong to no row."""
-    token_ids = _zeros(shape.tokens)
-    positions = _zeros(shape.tokens)
-    write_pages = _zeros(shape.tokens)
-    page_table = _zeros(shape.rows, shape.max_pages)
-    seq_lens = _zeros(shape.rows)
-    logits_at = _zeros(shape.rows)
-    sample_slots = _zeros(shape.rows) + len(page_tables)
-    query_starts = _zeros(shape.extend_rows + 1)
+) -> npt.NDArray[np.int32]:
+    """Lay the plan out in the bucket, as the vector that `StepArrays.unpack` takes apart; a fresh one for each step,
+    because the device may alias it. Padding tokens write to the null page and belong to no row.
+    """
+    packed = np.zeros(packed_len(shape), np.int32)
+    step: Any = StepArrays.unpack(packed, shape, pages_per_layer)  # views: to write to them fills `packed`
+    attention = step.attention
+    step.sample_slots[:] = len(page_tables)
 
     count = len(plan.decode)
     if count:
         slots = np.array([row.request.slot for row in plan.decode], np.int32)
         at = np.array([row.start for row in plan.decode], np.int32)
-        token_ids[:count] = [_input_token(row) for row in plan.decode]
-        positions[:count] = at
-        page_table[:count] = page_tables[slots, : shape.max_pages]
-        write_pages[:count] = page_tables[slots, at // page_size]
-        seq_lens[:count] = at + 1
-        logits_at[:count] = np.arange(count)
-        sample_slots[:count] = slots
+        step.token_ids[:count] = [_input_token(row) for row in plan.decode]
+        attention.positions[:count] = at
+        attention.page_table[:count] = page_tables[slots, : shape.max_pages]
+        attention.write_pages[:count] = page_tables[slots, at // page_size]
+        attention.seq_lens[:count] = at + 1
+        step.logits_at[:count] = np.arange(count)
+        step.sample_slots[:count] = slots
 
     start = 0
     for index, row in enumerate(plan.extend):
@@ -86,64 +107,75 @@ def build_arrays(
         at_row = shape.decode_rows + index
         pages = page_tables[row.request.slot]
         at = np.arange(row.start, row.start + row.num_tokens, dtype=np.int32)
-        token_ids[at_token] = row.request.token_ids(row.start + row.num_tokens)[row.start :]
-        positions[at_token] = at
-        write_pages[at_token] = pages[at // page_size]
-        page_table[at_row] = pages[: shape.max_pages]
-        seq_lens[at_row] = row.start + row.num_tokens
-        logits_at[at_row] = at_token.stop - 1
+        step.token_ids[at_token] = row.request.token_ids(row.start + row.num_tokens)[row.start :]
+        attention.positions[at_token] = at
+        attention.write_pages[at_token] = pages[at // page_size]
+        attention.page_table[at_row] = pages[: shape.max_pages]
+        attention.seq_lens[at_row] = row.start + row.num_tokens
+        step.logits_at[at_row] = at_token.stop - 1
         if row.samples:
-            sample_slots[at_row] = row.request.slot
-        query_starts[index + 1] = start = stop
-    query_starts[len(plan.extend) + 1 :] = start
-
-    attention = AttentionInputs(positions, write_pages, page_table, seq_lens, query_starts, pages_per_layer)
-    return StepArrays(token_ids, attention, logits_at, sample_slots)
+            step.sample_slots[at_row] = row.request.slot
+        attention.query_starts[index + 1] = start = stop
+    attention.query_starts[len(plan.extend) + 1 :] = start
+    return packed
 
 
 def build_copies(plan: StepPlan, max_copies: int) -> npt.NDArray[np.int32] | None:
     """Pages to copy before the step, `[2, max_copies]`, sources and targets; target 0 pads. None if there are none."""
     if not plan.copies:
         return None
-    copies = _zeros(2, max_copies)
+    copies = np.zeros((2, max_copies), np.int32)
     copies[:, : len(plan.copies)] = np.transpose(plan.copies)
     return copies
 
 
-def build_sampling(plan: StepPlan, shape: StepShape) -> SamplingArrays | None:
-    """Sampling parameters of each row, or None when every sampling row is plainly greedy.
+def build_sampling(plan: StepPlan, shape: StepShape) -> npt.NDArray[np.int32] | None:
+    """Sampling parameters of each row, for `unpack_sampling`, or None when every sampling row is plainly greedy.
 
     Rows are positioned at the token being sampled, so a request's random numbers depend on nothing but its seed.
     """
     rows = [(index, row) for index, row in zip(row_indices(plan, shape), plan.rows, strict=True) if row.samples]
     if all(_plainly_greedy(row) for _, row in rows):
         return None
-    columns: dict[str, Any] = {
-        "temperature": np.zeros(shape.rows, np.float32),
-        "top_k": np.zeros(shape.rows, np.int32),
-        "top_p": np.ones(shape.rows, np.float32),
-        "min_p": np.zeros(shape.rows, np.float32),
-        "seed": np.zeros(shape.rows, np.uint32),
-        "position": np.zeros(shape.rows, np.int32),
-        "suppress_ids": np.full((shape.rows, MAX_SUPPRESSED_IDS), -1, np.int32),
-    }
+    packed = np.zeros((packed_sampling_rows(), shape.rows), np.int32)
+    arrays: Any = unpack_sampling(packed)  # views again
+    arrays.top_p[:] = 1
+    arrays.suppress_ids[:] = -1
     for index, row in rows:
         params = row.request.params
-        columns["temperature"][index] = min(params.temperature, FLOAT32_MAX)
-        columns["top_k"][index] = min(params.top_k, INT32_MAX)
-        columns["top_p"][index] = params.top_p
-        columns["min_p"][index] = params.min_p
-        columns["seed"][index] = row.request.seed
-        columns["position"][index] = row.start + row.num_tokens
+        arrays.temperature[index] = min(params.temperature, FLOAT32_MAX)
+        arrays.top_k[index] = min(params.top_k, INT32_MAX)
+        arrays.top_p[index] = params.top_p
+        arrays.min_p[index] = params.min_p
+        arrays.seed[index] = row.request.seed
+        arrays.position[index] = row.start + row.num_tokens
         if _below_minimum(row):
             ids = sorted(row.request.stop_ids)
-            columns["suppress_ids"][index, : len(ids)] = ids
-    return SamplingArrays(**columns)
+            arrays.suppress_ids[index, : len(ids)] = ids
+    return packed
 
 
-def _zeros(*shape: int) -> Any:
-    """int32 zeros. Any, because a compiled step takes host arrays where its types say `jax.Array`."""
-    return np.zeros(shape, np.int32)
+def packed_sampling_rows() -> int:
+    """Rows of the matrix that holds the sampling parameters, a column for each row of the step."""
+    return 6 + MAX_SUPPRESSED_IDS
+
+
+def unpack_sampling(packed: Any) -> SamplingArrays:
+    """The parameters in `packed`, int32 `[packed_sampling_rows(), rows]`, of the host or of the device."""
+
+    def typed(index: int, dtype: Any) -> Any:
+        column = packed[index]
+        return column.view(dtype) if isinstance(column, np.ndarray) else jax.lax.bitcast_convert_type(column, dtype)
+
+    return SamplingArrays(
+        temperature=typed(0, np.float32),
+        top_k=packed[1],
+        top_p=typed(2, np.float32),
+        min_p=typed(3, np.float32),
+        seed=typed(4, np.uint32),
+        position=packed[5],
+        suppress_ids=packed[6:].T,
+    )
 
 
 def _input_token(row: PlannedRow) -> int:

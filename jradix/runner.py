@@ -13,13 +13,12 @@ import numpy.typing as npt
 from flax import nnx
 
 from jradix import mesh
-from jradix.batch import MAX_SUPPRESSED_IDS, StepArrays
+from jradix.batch import StepArrays, packed_len, packed_sampling_rows, unpack_sampling
 from jradix.cache.pool import allocate_pool, copy_pages
 from jradix.config import Buckets, StepShape
-from jradix.model.attention import AttentionInputs
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
-from jradix.sampling import SamplingArrays, sample
+from jradix.sampling import sample
 
 
 class UnplannedCompilationError(RuntimeError):
@@ -57,7 +56,7 @@ class Runner:
         *,
         strict: bool = False,
     ) -> None:
-        self._forward, self.parameters = jit_forward(model)
+        self._forward, self.parameters = jit_forward(model, layout.num_pages)
         self._sample = jax.jit(_sample_and_store, donate_argnums=1)
         self.compiler_options = mesh.compiler_options()
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
@@ -95,24 +94,24 @@ class Runner:
     def launch(
         self,
         shape: StepShape,
-        arrays: StepArrays,
-        sampling: SamplingArrays | None,
+        arrays: npt.NDArray[np.int32],
+        sampling: npt.NDArray[np.int32] | None,
         copies: npt.NDArray[np.int32] | None = None,
     ) -> LaunchedStep:
         """Dispatch a step and return at once.
 
         Args:
             shape: the bucket.
-            arrays: what it computes.
-            sampling: None if every row that samples is greedy.
+            arrays: what it computes, of `build_arrays`.
+            sampling: of `build_sampling`; None if every row that samples is greedy.
             copies: pages to copy first, `[2, max_copies]`, see there.
         """
         forward = self._compiled_forward(shape)
         sampler = self._compiled_sampler(shape.rows, greedy=sampling is None)
         if copies is not None:
             self.copy_pages(copies)
-        logits, self._pool = forward(self.parameters, self._pool, self._next_tokens, arrays)
-        tokens, self._next_tokens = sampler(logits, self._next_tokens, arrays.sample_slots, sampling)
+        logits, slots, self._pool = forward(self.parameters, self._pool, self._next_tokens, arrays)
+        tokens, self._next_tokens = sampler(logits, self._next_tokens, slots, sampling)
         tokens.copy_to_host_async()
         return LaunchedStep(tokens)
 
@@ -142,8 +141,8 @@ class Runner:
     def _compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
         if shape not in self._forwards:
             self._refuse_if_strict(shape)
-            arrays = abstract_arrays(shape, self._layout.num_pages)
-            lowered = self._forward.lower(self.parameters, self._pool, self._next_tokens, arrays)
+            arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
+            lowered = self._forward.lower(self.parameters, self._pool, self._next_tokens, arrays, shape=shape)
             self._forwards[shape] = lowered.compile(self.compiler_options)
         return self._forwards[shape]
 
@@ -152,7 +151,7 @@ class Runner:
             self._refuse_if_strict((rows, greedy))
             logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
             slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
-            sampling = None if greedy else _abstract_sampling(rows)
+            sampling = None if greedy else jax.ShapeDtypeStruct((packed_sampling_rows(), rows), jnp.int32)
             lowered = self._sample.lower(logits, self._next_tokens, slots, sampling)
             self._samplers[rows, greedy] = lowered.compile(self.compiler_options)
         return self._samplers[rows, greedy]
@@ -170,24 +169,25 @@ class Runner:
             raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
 
 
-def jit_forward(model: Transformer) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """The forward pass of a step, `(parameters, pool, next_tokens, arrays) -> (logits, pool)`, and its parameters.
+def jit_forward(model: Transformer, pages_per_layer: int) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """The forward pass of a step, and its parameters, a flat list, because jax walks them on every launch.
 
-    The pool is donated. A token id `-1 - slot` is looked up in `next_tokens`. Parameters are a flat list, because jax
-    walks them on every launch.
+    `(parameters, pool, next_tokens, arrays, *, shape) -> (logits, sample_slots, pool)`. The pool is donated. A token id
+    `-1 - slot` is looked up in `next_tokens`.
     """
     graph, state = nnx.split(model)
     parameters, structure = jax.tree.flatten(state)
 
     def forward(
-        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: StepArrays
-    ) -> tuple[jax.Array, jax.Array]:
+        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, *, shape: StepShape
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        known = jnp.asarray(arrays.token_ids)
-        token_ids = jnp.where(known >= 0, known, next_tokens[-1 - known])
-        return merged(token_ids, pool, arrays.attention, arrays.logits_at)
+        step = StepArrays.unpack(arrays, shape, pages_per_layer)
+        token_ids = jnp.where(step.token_ids >= 0, step.token_ids, next_tokens[-1 - step.token_ids])
+        logits, pool = merged(token_ids, pool, step.attention, step.logits_at)
+        return logits, step.sample_slots, pool
 
-    return jax.jit(forward, donate_argnums=1), parameters
+    return jax.jit(forward, donate_argnums=1, static_argnames="shape"), parameters
 
 
 def jit_copies(pages_per_layer: int) -> jax.stages.Wrapped:
@@ -201,43 +201,11 @@ def wait_for(model: Transformer) -> None:
 
 
 def _sample_and_store(
-    logits: jax.Array, next_tokens: jax.Array, slots: jax.Array, sampling: SamplingArrays | None
+    logits: jax.Array, next_tokens: jax.Array, slots: jax.Array, sampling: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sample a token a row and store it at the row's slot; rows that sample nothing have the last slot."""
     if sampling is None:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
-        tokens = sample(logits, sampling, greedy_only=False)
+        tokens = sample(logits, unpack_sampling(sampling), greedy_only=False)
     return tokens, next_tokens.at[slots].set(tokens)
-
-
-def abstract_arrays(shape: StepShape, pages_per_layer: int) -> StepArrays:
-    """Shapes and dtypes of a bucket's arrays, to compile for."""
-
-    def ints(*dims: int) -> Any:
-        return jax.ShapeDtypeStruct(dims, jnp.int32)
-
-    attention = AttentionInputs(
-        positions=ints(shape.tokens),
-        write_pages=ints(shape.tokens),
-        page_table=ints(shape.rows, shape.max_pages),
-        seq_lens=ints(shape.rows),
-        query_starts=ints(shape.extend_rows + 1),
-        pages_per_layer=pages_per_layer,
-    )
-    return StepArrays(ints(shape.tokens), attention, ints(shape.rows), ints(shape.rows))
-
-
-def _abstract_sampling(rows: int) -> SamplingArrays:
-    def rows_of(dtype: Any, *dims: int) -> Any:
-        return jax.ShapeDtypeStruct((rows, *dims), dtype)
-
-    return SamplingArrays(
-        temperature=rows_of(jnp.float32),
-        top_k=rows_of(jnp.int32),
-        top_p=rows_of(jnp.float32),
-        min_p=rows_of(jnp.float32),
-        seed=rows_of(jnp.uint32),
-        position=rows_of(jnp.int32),
-        suppress_ids=rows_of(jnp.int32, MAX_SUPPRESSED_IDS),
-    )

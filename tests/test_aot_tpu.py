@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jradix.batch import packed_len
 from jradix.config import StepShape
 from jradix.model.config import ModelConfig
 from jradix.model.weights import random_transformer
 from jradix.pallas.layout import KVLayout
-from jradix.runner import abstract_arrays, jit_copies, jit_forward
+from jradix.runner import jit_copies, jit_forward
 from tests.test_runner import copied_shapes
 from tests.tpu_topology import compile_for, on, tpu_mesh
 
@@ -28,14 +29,14 @@ def test_a_step_updates_the_pool_in_place(topology: str, tiny_path: Callable[[st
     mesh = tpu_mesh(topology)
     config = ModelConfig.from_hf(json.loads((tiny_path("llama") / "config.json").read_text()) | GEOMETRY)
     model = random_transformer(config, dtype=jnp.bfloat16, layer_loop="scan", seed=0)
-    forward, parameters = jit_forward(model)
+    forward, parameters = jit_forward(model, PAGES)
     layout = KVLayout(LAYERS, PAGES, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim)
     pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
     next_tokens = jax.ShapeDtypeStruct((9,), jnp.int32)
     pool_bytes = prod(pool.shape) * pool.dtype.itemsize
     for shape in (StepShape(8, 0, 0, 16), StepShape(8, 32, 2, 16)):
-        arrays = abstract_arrays(shape, PAGES)
-        program = compile_for(mesh, forward, *on(mesh, (parameters, pool, next_tokens, arrays)))
+        arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
+        program = compile_for(mesh, forward, *on(mesh, (parameters, pool, next_tokens, arrays)), shape=shape)
         memory = program.memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == pool_bytes

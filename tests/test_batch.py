@@ -2,10 +2,19 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jradix.batch import StepArrays, build_arrays, build_sampling, row_indices, step_shape
+from jradix.batch import (
+    StepArrays,
+    build_arrays,
+    build_copies,
+    build_sampling,
+    row_indices,
+    step_shape,
+    unpack_sampling,
+)
 from jradix.config import Buckets, StepShape
 from jradix.request import Request
 from jradix.sampling_params import SamplingParams
@@ -39,7 +48,7 @@ PLAN = StepPlan(
 
 
 def arrays() -> StepArrays:
-    return build_arrays(PLAN, SHAPE, TABLES, PAGE_SIZE, pages_per_layer=31)
+    return StepArrays.unpack(build_arrays(PLAN, SHAPE, TABLES, PAGE_SIZE, 31), SHAPE, 31)
 
 
 def test_tokens_are_the_hosts_or_a_reference_to_the_slot_that_sampled_them() -> None:
@@ -100,8 +109,9 @@ def test_plainly_greedy_steps_need_no_sampling_arrays() -> None:
 
 def test_sampling_arrays_hold_each_rows_own_parameters() -> None:
     plan = StepPlan(PLAN.decode[:1], [row(2, 0, 10, temperature=0.5, top_k=2**40, top_p=0.9, min_p=0.1)])
-    sampling = build_sampling(plan, SHAPE)
-    assert sampling is not None
+    packed = build_sampling(plan, SHAPE)
+    assert packed is not None
+    sampling = unpack_sampling(packed)
     assert np.asarray(sampling.temperature).tolist() == [0, 0, 0, 0.5, 0, 0]
     assert np.asarray(sampling.top_k)[3] == 2**31 - 1
     assert np.asarray(sampling.top_p)[[0, 3]].tolist() == pytest.approx([1.0, 0.9])
@@ -114,9 +124,35 @@ def test_sampling_arrays_hold_each_rows_own_parameters() -> None:
 @pytest.mark.parametrize(("outputs", "held_back"), [(0, True), (1, True), (2, False)])
 def test_stop_ids_are_held_back_before_the_minimum(outputs: int, held_back: bool) -> None:
     planned = row(1, 9 + outputs, 1, outputs=outputs, min_new_tokens=2)
-    sampling = build_sampling(StepPlan([planned], []), SHAPE)
+    packed = build_sampling(StepPlan([planned], []), SHAPE)
     if not held_back:
-        assert sampling is None
+        assert packed is None
         return
-    assert sampling is not None
+    assert packed is not None
+    sampling = unpack_sampling(packed)
     assert np.asarray(sampling.suppress_ids)[0, :3].tolist() == [3, 7, -1]
+
+
+def test_a_step_on_the_device_finds_what_the_host_packed() -> None:
+    plan = StepPlan(PLAN.decode, [row(2, 0, 10, temperature=0.5, top_p=0.9, min_p=0.1)])
+    packed = build_sampling(plan, SHAPE)
+    assert packed is not None
+    for on_host, on_device in zip(unpack_sampling(packed), jax.jit(unpack_sampling)(packed), strict=True):
+        assert on_device.dtype == on_host.dtype
+        assert np.array_equal(on_device, on_host)
+    vector = build_arrays(plan, SHAPE, TABLES, PAGE_SIZE, 31)
+    on_device = jax.jit(lambda packed: StepArrays.unpack(packed, SHAPE, 31).attention.page_table)(vector)
+    assert np.array_equal(on_device, StepArrays.unpack(vector, SHAPE, 31).attention.page_table)
+
+
+def test_an_absurdly_high_temperature_is_finite_on_the_device() -> None:
+    packed = build_sampling(StepPlan([], [row(2, 0, 10, temperature=1e300)]), SHAPE)
+    assert packed is not None
+    assert np.isfinite(unpack_sampling(packed).temperature).all()
+
+
+def test_copies_are_padded_and_there_are_none_without_any() -> None:
+    assert build_copies(PLAN, 4) is None
+    copies = build_copies(StepPlan(PLAN.decode, PLAN.extend, [(5, 6), (7, 5)]), 4)
+    assert copies is not None
+    assert copies.tolist() == [[5, 7, 0, 0], [6, 5, 0, 0]]

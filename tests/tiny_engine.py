@@ -141,7 +141,7 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         if copies is not None:
             runner.copy_pages(copies)
         forward = runner.compiled_forward(shape)
-        logits, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
+        logits, _, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
         runner.replace_pool(pool)
         logits = np.asarray(logits)[shape.decode_rows]
         if plan.extend[0].samples:

@@ -24,7 +24,7 @@ def on(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def compile_for(mesh: Mesh, jitted: Any, *args: Any) -> jax.stages.Compiled:
-    """The program of a jitted function for the mesh's devices; `args` come from `on`."""
+def compile_for(mesh: Mesh, jitted: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
+    """The program of a jitted function for the mesh's devices; `args` come from `on`, `static` are static arguments."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask which chip it is while they are traced
-        return jitted.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+        return jitted.trace(*args, **static).lower(lowering_platforms=("tpu",)).compile()

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,7 @@ Requests seldom use all of `max_new_tokens`, so reserving all of it would leave 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """One request's part of a step: tokens `[start, start + num_tokens)` of its sequence.
 
     `samples`: they reach the end of the sequence, so the step yields its next token.

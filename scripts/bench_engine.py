@@ -35,6 +35,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page holds")
     parser.add_argument("--chunked-prefill-size", type=int, default=512, help="the most prompt tokens of a step")
+    parser.add_argument("--layer-loop", choices=["auto", "scan", "unroll"], default="auto", help="how layers compile")
 
 
 def make_engine(options: argparse.Namespace, **fields: Any) -> Engine:
@@ -44,6 +45,7 @@ def make_engine(options: argparse.Namespace, **fields: Any) -> Engine:
         dtype=options.dtype,
         page_size=options.page_size,
         chunked_prefill_size=options.chunked_prefill_size,
+        layer_loop=options.layer_loop,
         skip_tokenizer_init=True,
         **fields,
     )

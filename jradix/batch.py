@@ -109,7 +109,7 @@ def build_arrays(
         at = np.arange(row.start, row.start + row.num_tokens, dtype=np.int32)
         step.token_ids[at_token] = row.request.token_ids(row.start + row.num_tokens)[row.start :]
         attention.positions[at_token] = at
-        attention.write_pages[at_token] = pages[at // page_size]
+        attention.write_pages[at_token] = np.where(at < row.write_from, 0, pages[at // page_size])
         attention.page_table[at_row] = pages[: shape.max_pages]
         attention.seq_lens[at_row] = row.start + row.num_tokens
         step.logits_at[at_row] = at_token.stop - 1

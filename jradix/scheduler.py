@@ -20,13 +20,15 @@ Requests seldom use all of `max_new_tokens`, so reserving all of it would leave 
 class PlannedRow(NamedTuple):
     """One request's part of a step: tokens `[start, start + num_tokens)` of its sequence.
 
-    `samples`: they reach the end of the sequence, so the step yields its next token.
+    `samples`: they reach the end of the sequence, so the step yields its next token. Tokens before `write_from` are in
+    shared pages already, and their KV is not written again.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    write_from: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class Scheduler:
                 self._retract(self.running[-1])
         decoding = [request for request in decoding if request.state is RequestState.RUNNING]
         decoding.sort(key=self._place_among_rows)
-        return [PlannedRow(request, request.computed_len, 1, samples=True) for request in decoding]
+        return [PlannedRow(request, request.computed_len, 1, True, request.computed_len) for request in decoding]
 
     def _plan_extends(self, plan: StepPlan) -> None:
         """Add chunks of prompts within the token budget: the one that is under way first, then waiting requests."""
@@ -173,19 +175,23 @@ class Scheduler:
         if request.computed_len != match.num_tokens or match.head_page in self._filling:
             copied = 0
         start = request.computed_len + copied
-        room = (self.cache.num_free + self.cache.num_evictable + request.num_pages) * self.page_size - start
+        room = (self.cache.num_allocatable + request.num_pages) * self.page_size - start
         num_tokens = min(request.seq_len - start, budget, room)
         if num_tokens <= 0 or not self._grow(request, start + num_tokens):
             return 0
         end = start + num_tokens
         if not request.num_retractions:
             request.cached_tokens += copied
-        plan.extend.append(PlannedRow(request, start, num_tokens, samples=end == request.seq_len))
-        table = self.page_tables[request.slot]
-        if copied:
-            plan.copies.append((match.head_page, int(table[start // self.page_size])))
+        table, first = self.page_tables[request.slot], start // self.page_size
+        own = table[first : self._pages_for(end)].copy()
         self._insert(request, end, num_copied=copied)
-        self._filling.update(table[start // self.page_size : self._pages_for(end)].tolist())
+        # Where the tree had a page already, others may be reading it: it is not written again, nor copied to.
+        num_shared = int(np.count_nonzero(table[first : first + len(own)] != own))
+        write_from = min(end, (first + num_shared) * self.page_size) if num_shared else start
+        if copied and not num_shared:
+            plan.copies.append((match.head_page, int(own[0])))
+        plan.extend.append(PlannedRow(request, start, num_tokens, end == request.seq_len, write_from))
+        self._filling.update(own[num_shared:].tolist())
         return num_tokens
 
     def _admit(self, request: Request) -> Match | None:
@@ -199,7 +205,7 @@ class Scheduler:
         # Beside others it must have room for a decoded token too, or it would be retracted at once.
         need = self._pages_for(request.seq_len + bool(self.running)) - len(match.pages)
         need += sum(self._expected_pages(other) for other in self.running)
-        if need > self.cache.num_free + self.cache.num_evictable:
+        if need > self.cache.num_allocatable:
             self.cache.unlock(lock)
             return None
         request.change_state(RequestState.RUNNING)

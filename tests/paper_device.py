@@ -139,7 +139,7 @@ class PaperDevice:
             assert row.samples == (row.start + row.num_tokens == len(tokens))
             hashes = prefix_hashes(tokens[: row.start + row.num_tokens])
             table = self.scheduler.page_tables[row.request.slot]
-            for position in range(row.start, row.start + row.num_tokens):
+            for position in range(row.write_from, row.start + row.num_tokens):
                 page = int(table[position // self.page_size])
                 assert page > 0, "a token written to the null page"
                 slot = page * self.page_size + position % self.page_size

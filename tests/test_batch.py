@@ -38,7 +38,7 @@ def row(slot: int, start: int, num_tokens: int, *, samples: bool = True, outputs
         output_ids=[1000 + index for index in range(outputs)],
         num_pages=-(-(start + num_tokens) // PAGE_SIZE),
     )
-    return PlannedRow(request, start, num_tokens, samples)
+    return PlannedRow(request, start, num_tokens, samples, start)
 
 
 PLAN = StepPlan(
@@ -149,6 +149,13 @@ def test_an_absurdly_high_temperature_is_finite_on_the_device() -> None:
     packed = build_sampling(StepPlan([], [row(2, 0, 10, temperature=1e300)]), SHAPE)
     assert packed is not None
     assert np.isfinite(unpack_sampling(packed).temperature).all()
+
+
+def test_what_shared_pages_hold_already_is_written_to_the_null_page() -> None:
+    shared = row(0, 3, 6, samples=False)._replace(write_from=8)
+    packed = build_arrays(StepPlan([], [shared]), SHAPE, TABLES, PAGE_SIZE, 31)
+    written = StepArrays.unpack(packed, SHAPE, 31).attention.write_pages[3:9].tolist()
+    assert written == [0, 0, 0, 0, 0, TABLES[0, 8 // PAGE_SIZE]]
 
 
 def test_copies_are_padded_and_there_are_none_without_any() -> None:

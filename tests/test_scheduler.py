@@ -65,6 +65,33 @@ def test_a_page_that_the_same_step_fills_is_not_copied() -> None:
     device.check_outputs()
 
 
+def test_equal_prompts_share_a_cached_last_page_and_never_write_to_it() -> None:
+    prompt = [position % 50 for position in range(64)]
+    device = PaperDevice(num_pages=64, page_size=64, chunk=512)
+    device.add(prompt, max_new_tokens=1)
+    device.run()
+    requests = [device.add(prompt, max_new_tokens=1) for _ in range(4)]
+    plan = device.step()
+    assert plan is not None
+    assert [request.cached_tokens for request in requests] == [63] * 4
+    assert [row.write_from for row in plan.extend] == [64] * 4
+    assert plan.copies == []
+    device.run()
+    device.check_outputs()
+
+
+def test_a_pin_gives_way_to_a_request_that_needs_the_room() -> None:
+    device = PaperDevice(num_pages=8, page_size=4, chunk=64)
+    device.add(list(range(8)), max_new_tokens=1)
+    device.run()
+    assert device.cache.pin("system", list(range(8))) == 8
+    request = device.add([40] * 28, max_new_tokens=2)
+    device.run()
+    assert request.finish_reason is not None
+    assert "system" not in device.cache.pins
+    device.check_outputs()
+
+
 def test_what_is_left_of_a_page_after_the_output_is_reused_by_the_next_turn() -> None:
     device = PaperDevice(num_pages=100, page_size=16)
     first = device.add(list(range(10)), max_new_tokens=5)

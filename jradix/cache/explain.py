@@ -49,8 +49,10 @@ def explain(
 
     if num_asked < cache.granularity:
         return answer("short", f"fewer than {cache.granularity} tokens are not matched")
-    if num_asked - hit < cache.granularity:
-        return answer("complete", "all of it" if hit == num_asked else "all that whole pages hold")
+    if hit == num_asked:
+        return answer("complete", "all of it")
+    if cache.granularity == cache.page_size and num_asked - match.num_tokens < cache.page_size:
+        return answer("complete", "all that whole pages hold")
     removal = _removal_of_next_page(cache, token_ids, namespace, match.num_tokens)
     if removal is not None:
         by = f" by the need of {removal.owner!r} for {removal.num_pages} pages" if removal.owner is not None else ""
@@ -62,6 +64,8 @@ def explain(
     place, cached = _closest(cache, token_ids, namespace, match.node, match.num_tokens)
     if not cached or place == 0:
         return answer("unseen", "nothing that continues it has been cached")
+    if place == num_asked:
+        return answer("short", f"more follows, but fewer than {cache.granularity} tokens are not copied")
     own = [int(token) for token in token_ids[place : place + SHOWN]]
     texts = (decode(cached), decode(own)) if decode is not None else (str(cached), str(own))
     return answer(

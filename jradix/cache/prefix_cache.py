@@ -98,9 +98,14 @@ class PrefixCache:
         return self._pages.num_tree - self._num_protected
 
     @property
+    def num_allocatable(self) -> int:
+        """Pages that `allocate` could give: free, evictable, and those that only pins protect."""
+        return self.num_free + self.num_evictable + (self.pins.num_releasable() if self.pins else 0)
+
+    @property
     def granularity(self) -> int:
         """The fewest tokens by which a match can grow."""
-        return self.page_size if self._min_copied_tokens is None else max(1, self._min_copied_tokens)
+        return min(self.page_size, self._min_copied_tokens or self.page_size)
 
     @property
     def tree(self) -> RadixTree:
@@ -151,8 +156,8 @@ class PrefixCache:
         node: Node | None = end
         while node is not None:
             node.ref_count -= 1
-            if node.reach < end.end:  # noqa: PLR1730 - max() would double the loop's time
-                node.reach = end.end
+            if node.reach < end.reach:  # noqa: PLR1730 - max() would double the loop's time
+                node.reach = end.reach
             if not node.ref_count:
                 self._num_protected -= node.num_pages
                 if self._learner is not None and node.parent is not None:
@@ -170,9 +175,8 @@ class PrefixCache:
         None if free and evictable pages together are too few; then nothing has changed and nothing was evicted.
         Pins give way first, oldest first. `owner` names the request in the journal.
         """
-        room = self.num_free + self.num_evictable
-        if num_pages > room:
-            if not self.pins or num_pages > room + self.pins.num_releasable():
+        if num_pages > self.num_free + self.num_evictable:
+            if num_pages > self.num_allocatable:
                 return None
             while num_pages > self.num_free + self.num_evictable:
                 self.pins.remove_oldest()
@@ -240,7 +244,7 @@ class PrefixCache:
 
         node, num_matched, passed = self._tree.walk(top, tokens)
         if start + num_matched < node.end:
-            node = self._tree.split(node, start + num_matched)
+            node = self._split(node, start + num_matched)
         lock.time = self._tick()
         if passed:
             num_shared = num_matched // self.page_size
@@ -272,20 +276,29 @@ class PrefixCache:
             return False
         tail = as_token_bytes(token_ids[node.end :])
         assert len(tail) < self._tree.page_bytes, "the whole pages come first: insert them"
-        closest = self._tree.closest(node, tail)
-        if closest is not None and closest.tokens.startswith(tail):
-            if closest.tokens == tail:  # used again
-                self._queue.discard(closest)
-                closest.last_access = lock.time
-                self._queue.add(closest)
+        if len(tail) < self._min_copied_tokens * TOKEN_BYTES:
             return False
-        self._drop_tail_within(node, tail)
-        pages = np.array([page], np.int32)
-        self._pages.require(pages, PRIVATE)
-        self._pages.adopt(pages)
-        self._queue.add(self._tree.add_leaf(node, tail, pages.tobytes(), lock.time))
-        self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES
-        return True
+        node.reach = max(node.reach, len(token_ids))
+        leaf = self._tree.closest(node, tail)
+        if leaf is not None and leaf.tokens.startswith(tail):
+            if leaf.tokens != tail:
+                return False
+            self._queue.discard(leaf)
+        else:
+            leaf = None
+            self._drop_tail_within(node, tail)
+            pages = np.array([page], np.int32)
+            self._pages.require(pages, PRIVATE)
+            self._pages.adopt(pages)
+            self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES
+        is_new = leaf is None
+        if leaf is None:
+            leaf = self._tree.add_leaf(node, tail, np.int32(page).tobytes(), lock.time)
+        leaf.uses += 1
+        leaf.priority = max(leaf.priority, lock.priority)
+        leaf.last_access = max(leaf.last_access, lock.time)
+        self._queue.add(leaf)
+        return is_new
 
     def flush(self) -> int:
         """Drop every unlocked node and return the number of pages freed.
@@ -309,7 +322,7 @@ class PrefixCache:
         if num_tokens < whole:
             return 0
         if whole < node.end:
-            node = self._tree.split(node, whole)
+            node = self._split(node, whole)
         rest = tokens[whole * TOKEN_BYTES :]
         return self._drop([child for child in (node.children or {}).values() if child.tokens.startswith(rest)])
 
@@ -343,7 +356,15 @@ class PrefixCache:
             node = node.parent
         if node.parent is None or node.end < match.num_tokens:
             raise StaleMatchError("pages of this match have been evicted since: match again, then lock")
-        return node if node.end == match.num_tokens else self._tree.split(node, match.num_tokens)
+        return node if node.end == match.num_tokens else self._split(node, match.num_tokens)
+
+    def _split(self, node: Node, end: int) -> Node:
+        """Cut `node` at token `end`; returns the upper part. The lower one may have another place in the queue now."""
+        upper = self._tree.split(node, end)
+        if node.ticket:
+            self._queue.discard(node)
+            self._queue.add(node)
+        return upper
 
     def _tick(self) -> int:
         self._clock += 1

@@ -49,6 +49,24 @@ def test_without_copies_pages_are_matched_whole(
     assert (found.num_tokens, found.reason, found.diverged_at) == (num_tokens, reason, diverged_at)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens", "reason", "diverged_at"),
+    [
+        ([1, 2, 3, 4], 4, "complete", None),
+        ([1, 2, 3, 4, 9, 9, 9, 9], 4, "diverged", 4),
+        ([1, 2, 3, 4, 5, 6, 7, 0], 7, "diverged", 7),
+        ([1, 2, 3, 4, 5, 6], 4, "short", None),
+    ],
+)
+def test_what_is_too_short_to_copy_is_told_from_what_differs(
+    tokens: list[int], num_tokens: int, reason: str, diverged_at: int | None
+) -> None:
+    cache = PrefixCache(12, 4, min_copied_tokens=3)
+    cache_prompt(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    found = explain(cache, tokens)
+    assert (found.num_tokens, found.reason, found.diverged_at) == (num_tokens, reason, diverged_at)
+
+
 def test_a_divergence_shows_both_sides_as_text() -> None:
     sentence = explain(warm(), [1, 2, 3, 0], decode=lambda ids: "-".join(map(str, ids))).sentence
     assert sentence == "it differs from token 3 on: cached is 4-5-6-7-8, asked is 0"

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from jradix.cache import PrefixCache
-from jradix.cache.eviction import POLICIES
+from jradix.cache.eviction import POLICIES, TailLRU
 
 PAGE_SIZE = 8
 
 
-def finish(cache: PrefixCache, tokens: list[int], namespace: object = None) -> list[int]:
+def finish(cache: PrefixCache, tokens: list[int], namespace: object = None, priority: int = 0) -> list[int]:
     """A request from its match to its end; returns the pages it had, the last one a tail if it is not full."""
     match = cache.match(tokens[:-1], namespace)
-    lock = cache.lock(match)
+    lock = cache.lock(match, priority=priority)
     new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
     assert new is not None
     done = cache.insert(tokens, np.concatenate([match.pages, new]), lock, namespace)
@@ -148,3 +148,52 @@ def test_events_are_about_whole_pages_alone() -> None:
     finish(cache, [1, 2, 3])
     assert cache.allocate(2) is not None
     assert cache.journal.drain() == []
+
+
+def test_a_tail_too_short_to_be_copied_is_not_kept() -> None:
+    cache = PrefixCache(20, PAGE_SIZE, min_copied_tokens=4)
+    finish(cache, list(range(PAGE_SIZE + 3)))
+    assert cache.num_evictable == 1
+    finish(cache, [50, 51, 52, 53])
+    assert cache.num_evictable == 2
+
+
+def test_a_tail_has_the_priority_of_the_request_that_left_it() -> None:
+    cache = PrefixCache(2, PAGE_SIZE, eviction_policy="priority")
+    finish(cache, [1, 2, 3], priority=9)
+    finish(cache, [4, 5, 6], priority=1)
+    assert cache.allocate(1) is not None
+    assert head(cache, [1, 2, 3])[1] == 3
+
+
+def test_a_tail_used_often_outlives_those_used_once() -> None:
+    cache = PrefixCache(3, PAGE_SIZE, eviction_policy="lfu")
+    for _ in range(3):
+        finish(cache, [1, 2, 3])
+    finish(cache, [9] * PAGE_SIZE)
+    finish(cache, [8] * PAGE_SIZE)
+    assert cache.allocate(1) is not None
+    assert head(cache, [1, 2, 3])[1] == 3
+
+
+def test_the_recency_of_a_tail_never_goes_back() -> None:
+    cache = PrefixCache(6, PAGE_SIZE)
+    slow = cache.lock(cache.match([1, 2]))
+    finish(cache, [7, 7, 7])
+    finish(cache, [1, 2, 3])
+    pages = cache.allocate(1)
+    assert pages is not None
+    assert not cache.insert_tail([1, 2, 3], int(pages[0]), slow)
+    cache.free(pages)
+    cache.unlock(slow)
+    assert cache.allocate(5) is not None
+    assert head(cache, [1, 2, 3])[1] == 3
+
+
+def test_a_leaf_that_is_split_in_the_queue_takes_its_new_place() -> None:
+    cache = PrefixCache(16, 1, eviction_policy=TailLRU(uncached_len=3))
+    finish(cache, list(range(8)))
+    lock = cache.lock(cache.match(list(range(6))))
+    cache.check()
+    cache.unlock(lock)
+    cache.check()

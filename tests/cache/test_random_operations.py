@@ -87,7 +87,7 @@ class PageModel:
             return False
         tail = namespace, tuple(tokens)
         if tail in self.pages:
-            self.pages[tail].last_used = lock.last_used
+            self.pages[tail].last_used = max(self.pages[tail].last_used, lock.last_used)
             return False
         covered = any(
             space == namespace

@@ -252,9 +252,9 @@ class PrefixCache:
             own[:num_shared] = as_page_ids(b"".join(passed))
         if start + num_matched < end:
             new = own[num_matched // self.page_size :]
-            self._drop_tail_within(node, tokens[num_matched * TOKEN_BYTES :][: self._tree.page_bytes])
+            known = self._drop_tail_within(node, tokens[num_matched * TOKEN_BYTES :][: self._tree.page_bytes])
             self._pages.adopt(new)
-            self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size
+            self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size - known
             if self.journal is not None:
                 self.journal.stored(namespace, node, tokens[num_matched * TOKEN_BYTES :], new)
             node = self._tree.add_leaf(node, tokens[num_matched * TOKEN_BYTES :], new.tobytes(), self._clock)
@@ -286,11 +286,11 @@ class PrefixCache:
             self._queue.discard(leaf)
         else:
             leaf = None
-            self._drop_tail_within(node, tail)
+            known = self._drop_tail_within(node, tail)
             pages = np.array([page], np.int32)
             self._pages.require(pages, PRIVATE)
             self._pages.adopt(pages)
-            self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES
+            self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES - known
         is_new = leaf is None
         if leaf is None:
             leaf = self._tree.add_leaf(node, tail, np.int32(page).tobytes(), lock.time)
@@ -396,13 +396,18 @@ class PrefixCache:
                 node.priority = priority
             node = node.parent
 
-    def _drop_tail_within(self, node: Node, tokens: bytes) -> None:
-        """Free the tail below `node` with which `tokens`, at most a page and about to enter there, begin, if any."""
+    def _drop_tail_within(self, node: Node, tokens: bytes) -> int:
+        """Free the tail below `node` with which `tokens`, at most a page and about to enter there, begin, if any.
+
+        Returns how many tokens it had, which are not new then.
+        """
         tail = self._tree.tail_within(node, tokens)
-        if tail is not None:
-            self._queue.discard(tail)
-            self._tree.detach(tail)
-            self._pages.reclaim(as_page_ids(tail.pages))
+        if tail is None:
+            return 0
+        self._queue.discard(tail)
+        self._tree.detach(tail)
+        self._pages.reclaim(as_page_ids(tail.pages))
+        return tail.num_tokens
 
     def _offer(self, node: Node) -> None:
         """Queue `node` for eviction if it is an unlocked leaf now; forget it if it is an unlocked, empty root."""

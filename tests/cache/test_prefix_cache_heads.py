@@ -197,3 +197,12 @@ def test_a_leaf_that_is_split_in_the_queue_takes_its_new_place() -> None:
     cache.check()
     cache.unlock(lock)
     cache.check()
+
+
+def test_what_was_inserted_and_neither_evicted_nor_flushed_is_cached() -> None:
+    cache = PrefixCache(20, PAGE_SIZE)
+    for length in (2, 3, PAGE_SIZE, PAGE_SIZE + 3, PAGE_SIZE + 2, 3 * PAGE_SIZE + 1):
+        finish(cache, list(range(length)))
+    assert cache.statistics.total.inserted_tokens == 3 * PAGE_SIZE + 1
+    cache.flush()
+    assert cache.statistics.total.flushed_tokens == 3 * PAGE_SIZE + 1

@@ -14,7 +14,8 @@ pool of 160k.
 and numpy allocate for a tree of random prompts, whole and after a split of every edge, as a share of 12 bytes a token
 and 400 a node.
 
-Times are CPU time of one thread, each the lowest of `--repeats` runs, because other programs only add to it.
+Times are CPU time of one thread, each the lowest of `--repeats` runs, because other programs only add to it; a hit,
+which is timed one by one, is a median.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from simulate_cache import SYNTHETIC, TraceRequest, read_trace, tokens_of
+from simulate_cache import SYNTHETIC, TraceRequest, read_trace, serve, tokens_of
 from tqdm import tqdm
 
 from jradix.cache import PrefixCache
@@ -39,30 +40,13 @@ CACHED_LEN = 2_000
 POOL_TOKENS = {"chat": 200_000, "documents": 1_000_000, "trace": 160_000}
 
 
-def serve(cache: PrefixCache, request: TraceRequest) -> None:
-    """All cache calls of one request."""
-    tokens = np.concatenate([request.prompt, request.output])
-    match = cache.match(request.prompt[:-1])
-    lock = cache.lock(match)
-    new = cache.allocate(-(-len(tokens) // PAGE_SIZE) - len(match.pages))
-    assert new is not None, "a request is larger than the pool"
-    table = np.concatenate([match.pages, new])
-    if len(request.output):
-        table = cache.insert(request.prompt, table, lock).pages
-    done = cache.insert(tokens, table, lock)
-    held = done.num_tokens // PAGE_SIZE
-    if len(tokens) > done.num_tokens:
-        held += cache.insert_tail(tokens, int(done.pages[held]), lock)
-    cache.free(done.pages[held:])
-    cache.unlock(lock)
-
-
 def load_us(requests: list[TraceRequest], pool_tokens: int, policy: str) -> float:
     """Microseconds a request."""
     cache = PrefixCache(pool_tokens // PAGE_SIZE, PAGE_SIZE, eviction_policy=policy)
     start = time.thread_time()
     for request in requests:
-        serve(cache, request)
+        cached = serve(cache, request.prompt, np.concatenate([request.prompt, request.output]))
+        assert cached is not None, "a request is larger than the pool"
     return (time.thread_time() - start) / len(requests) * 1e6
 
 
@@ -73,19 +57,20 @@ def wide_tree(num_leaves: int, num_free: int, policy: str = "lru") -> PrefixCach
     for _ in range(num_leaves // 100):
         stem = tokens_of(rng, 2 * PAGE_SIZE)
         for _ in range(100):
-            serve(cache, TraceRequest(np.concatenate([stem, tokens_of(rng, PAGE_SIZE)]), stem[:0]))
+            prompt = np.concatenate([stem, tokens_of(rng, PAGE_SIZE)])
+            serve(cache, prompt, prompt)
     return cache
 
 
 def hit_us(num_leaves: int, repeats: int) -> float:
     """Microseconds of match, lock, allocate one page, insert and unlock where a whole prompt is cached."""
     cache = wide_tree(num_leaves, 2 * CACHED_LEN // PAGE_SIZE)
-    prompt = TraceRequest(tokens_of(np.random.default_rng(1), CACHED_LEN), np.zeros(0, np.int32))
-    serve(cache, prompt)
+    prompt = tokens_of(np.random.default_rng(1), CACHED_LEN)
+    serve(cache, prompt, prompt)
     samples: list[float] = []
     for _ in range(100 * repeats):
         start = time.thread_time()
-        serve(cache, prompt)
+        serve(cache, prompt, prompt)
         samples.append(time.thread_time() - start)
     return median(samples) * 1e6
 
@@ -109,7 +94,7 @@ def memory_share(num_prompts: int, prompt_len: int, *, split: bool) -> tuple[flo
     cache = PrefixCache(num_prompts * prompt_len // PAGE_SIZE, PAGE_SIZE)
     tracemalloc.start()
     for prompt in prompts:
-        serve(cache, TraceRequest(prompt, prompt[:0]))
+        serve(cache, prompt, prompt)
     if split:
         for prompt in prompts:
             cache.unlock(cache.lock(cache.match(prompt[: prompt_len // 2])))

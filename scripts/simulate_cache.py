@@ -121,6 +121,27 @@ def tokens_of(rng: np.random.Generator, num_tokens: int | np.integer) -> TokenId
 # Replays and bounds
 
 
+def serve(cache: PrefixCache, prompt: TokenIds, tokens: TokenIds) -> int | None:
+    """A request through the calls that the scheduler makes; `tokens` are prompt and output.
+
+    Returns the prompt tokens that were cached, or None if the request is larger than the pool.
+    """
+    match = cache.match(prompt[:-1])
+    lock = cache.lock(match)
+    new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
+    if new is not None:
+        table = np.concatenate([match.pages, new])
+        if len(tokens) > len(prompt):
+            table = cache.insert(prompt, table, lock).pages
+        done = cache.insert(tokens, table, lock)
+        held = done.num_tokens // cache.page_size
+        if len(tokens) > done.num_tokens:
+            held += cache.insert_tail(tokens, int(done.pages[held]), lock)
+        cache.free(done.pages[held:])
+    cache.unlock(lock)
+    return None if new is None else match.num_tokens + match.head_len
+
+
 def replay(
     requests: Iterable[TraceRequest], policy: str, page_size: int, num_pages: int, *, copies: bool = False
 ) -> Outcome:
@@ -132,23 +153,11 @@ def replay(
     for request in requests:
         tokens = np.concatenate([request.prompt, request.output])
         start = time.perf_counter()
-        match = cache.match(request.prompt[:-1])
-        lock = cache.lock(match)
-        pages = cache.allocate(-(-len(tokens) // page_size) - len(match.pages))
-        if pages is None:
-            refused += 1
-        else:
-            table = np.concatenate([match.pages, pages])
-            done = cache.insert(request.prompt, table, lock)
-            done = cache.insert(tokens, done.pages, lock)
-            held = done.num_tokens // page_size
-            if len(tokens) > done.num_tokens:
-                held += cache.insert_tail(tokens, int(done.pages[held]), lock)
-            cache.free(done.pages[held:])
-        cache.unlock(lock)
+        cached = serve(cache, request.prompt, tokens)
         spent.append(time.perf_counter() - start)
         asked += len(request.prompt) - 1
-        hit += match.num_tokens + match.head_len if pages is not None else 0
+        hit += cached or 0
+        refused += cached is None
     cache.check()
     evicted = cache.statistics.total.evicted_tokens // page_size
     return Outcome(policy, page_size, num_pages, hit / max(1, asked), evicted, refused, 1e6 * float(np.median(spent)))

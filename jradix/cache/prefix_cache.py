@@ -280,20 +280,17 @@ class PrefixCache:
             return False
         node.reach = max(node.reach, len(token_ids))
         leaf = self._tree.closest(node, tail)
-        if leaf is not None and leaf.tokens.startswith(tail):
-            if leaf.tokens != tail:
-                return False
-            self._queue.discard(leaf)
-        else:
-            leaf = None
+        is_new = leaf is None or not leaf.tokens.startswith(tail)
+        if leaf is None or is_new:
             known = self._drop_tail_within(node, tail)
             pages = np.array([page], np.int32)
             self._pages.require(pages, PRIVATE)
             self._pages.adopt(pages)
             self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES - known
-        is_new = leaf is None
-        if leaf is None:
-            leaf = self._tree.add_leaf(node, tail, np.int32(page).tobytes(), lock.time)
+            leaf = self._tree.add_leaf(node, tail, pages.tobytes(), lock.time)
+        elif leaf.tokens != tail:
+            return False
+        self._queue.discard(leaf)
         leaf.uses += 1
         leaf.priority = max(leaf.priority, lock.priority)
         leaf.last_access = max(leaf.last_access, lock.time)
@@ -427,7 +424,7 @@ class PrefixCache:
             available = len(leaf.pages) // TOKEN_BYTES
             gone = leaf.tokens if available <= missing else leaf.tokens[-missing * tree.page_bytes :]
             self._counters(leaf).evicted_tokens += len(gone) // TOKEN_BYTES
-            if learner is not None and len(leaf.tokens) >= tree.page_bytes:  # of tails nothing is learned
+            if learner is not None and not tree.is_tail(leaf):  # of tails nothing is learned
                 learner.evicted(gone, leaf.uses, leaf.last_access)
             if available > missing:
                 freed.append(tree.trim(leaf, missing))

@@ -1,6 +1,6 @@
 """Builds what an engine runs on: weights on the device, buckets, the KV pool's size, tokenizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -88,17 +88,18 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
 
 
 def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int) -> KVLayout:
-    shape = {
-        "layers": model_config.layers,
-        "page_size": config.page_size,
-        "kv_heads": model_config.kv_heads,
-        "head_dim": model_config.head_dim,
-    }
+    one_page = KVLayout(
+        layers=model_config.layers,
+        num_pages=1,
+        page_size=config.page_size,
+        kv_heads=model_config.kv_heads,
+        head_dim=model_config.head_dim,
+    )
     pages_per_request = -(-context_length // config.page_size)
     if config.max_total_tokens is not None:
         usable = config.max_total_tokens // config.page_size
     else:
-        page_bytes = KVLayout(num_pages=1, **shape).page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize)
+        page_bytes = one_page.page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize)
         budget = mesh.pool_budget_bytes(config.mem_fraction_static)
         usable = pages_that_fit(page_bytes, budget, config.max_running_requests * pages_per_request)
-    return KVLayout(num_pages=usable + 1, **shape)
+    return replace(one_page, num_pages=usable + 1)

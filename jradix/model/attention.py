@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jradix.pallas import ops
 from jradix.pallas.layout import page_size_of
+from jradix.pallas.scoring import Scoring
 
 
 @jax.tree_util.register_dataclass
@@ -50,10 +51,7 @@ def paged_attention(
     values: jax.Array,
     inputs: AttentionInputs,
     layer: jax.Array | int,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    scoring: Scoring,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with `q` `[tokens, q_heads, head_dim]` after writing `keys` and `values` `[tokens, kv_heads, head_dim]`.
@@ -65,14 +63,11 @@ def paged_attention(
     pool = ops.write_kv(pool, keys, values, inputs.write_pages + first_page, inputs.positions % page_size_of(pool))
     page_table = inputs.page_table + first_page
     split = inputs.decode_rows
-    kinds = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     parts = []
     if split:
-        parts.append(ops.decode_attention(q[:split], pool, page_table[:split], inputs.seq_lens[:split], **kinds))
+        rows = (page_table[:split], inputs.seq_lens[:split])
+        parts.append(ops.decode_attention(q[:split], pool, *rows, scoring, sinks))
     if inputs.extend_rows:
-        parts.append(
-            ops.extend_attention(
-                q[split:], pool, page_table[split:], inputs.seq_lens[split:], inputs.query_starts, **kinds
-            )
-        )
+        rows = (page_table[split:], inputs.seq_lens[split:], inputs.query_starts)
+        parts.append(ops.extend_attention(q[split:], pool, *rows, scoring, sinks))
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), pool

@@ -9,6 +9,7 @@ from flax import nnx
 from jradix.model.attention import AttentionInputs, paged_attention
 from jradix.model.config import ModelConfig
 from jradix.model.rope import rotate
+from jradix.pallas.scoring import Scoring
 
 
 class MakeLayerParameter(Protocol):
@@ -93,7 +94,7 @@ class Attention(nnx.Module):
         tokens, kv_heads, group, head_dim = q.shape
         q = q.reshape(tokens, kv_heads * group, head_dim)
         q, keys, values = (a.astype(x.dtype) for a in (q, keys, values))
-        out, pool = paged_attention(pool, q, keys, values, inputs, layer, scale=head_dim**-0.5, window=self.window)
+        out, pool = paged_attention(pool, q, keys, values, inputs, layer, Scoring(head_dim**-0.5, self.window))
         return linear(out.reshape(tokens, kv_heads, group, head_dim), self.o[...], self.o_bias), pool
 
 

@@ -1,8 +1,12 @@
 """Where one token's keys and values lie inside the KV pool: the only file that knows the order of a page's axes.
 
-The pool is one flat array over the pages of all layers, `[layers * pages, kv_heads, 2, page_size, head_dim]`; layer
-`l`'s copy of page `p` is row `l * pages + p`, so nothing below the model knows of layers. Keys (index 0) and values
-(index 1) of one head lie side by side: one copy brings both, and each is a dense `[page_size, head_dim]` tile.
+The pool is one flat array over the pages of all layers; layer `l`'s copy of page `p` is row `l * pages + p`, so nothing
+below the model knows of layers. One copy brings keys and values of a page. A page is laid out in one of two ways:
+
+- split, `[kv_heads, 2, page_size, head_dim]`: keys (index 0) and values (index 1) of a head are dense tiles, which a
+  CPU gathers and multiplies as they lie.
+- joined, `[kv_heads, page_size, 2 * head_dim]`: a token's keys and values share a line. A TPU pads lines to 128
+  numbers, so that a split pool of head_dim 64 would take twice the memory.
 """
 
 from dataclasses import dataclass
@@ -11,6 +15,10 @@ import jax
 import jax.numpy as jnp
 
 KEY, VALUE = 0, 1
+
+
+LANES = 128
+"""A TPU stores every line of an array as whole vectors of so many numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +30,30 @@ class KVLayout:
     page_size: int
     kv_heads: int
     head_dim: int
+    joined: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        return (self.layers * self.num_pages, self.kv_heads, 2, self.page_size, self.head_dim)
+    def shape(self) -> tuple[int, ...]:
+        page = (self.page_size, 2 * self.head_dim) if self.joined else (2, self.page_size, self.head_dim)
+        return (self.layers * self.num_pages, self.kv_heads, *page)
 
     def page_bytes(self, itemsize: int) -> int:
-        """Bytes of one page over all layers."""
-        return self.layers * self.kv_heads * 2 * self.page_size * self.head_dim * itemsize
+        """Bytes of one page over all layers, padding included."""
+        line = 2 * self.head_dim
+        padded = -(-line // LANES) * LANES if self.joined else line
+        return self.layers * self.kv_heads * self.page_size * padded * itemsize
 
 
 def page_size_of(pool: jax.Array) -> int:
-    return pool.shape[3]
+    return pool.shape[-2]
 
 
 def kv_heads_of(pool: jax.Array) -> int:
     return pool.shape[1]
+
+
+def is_joined(pool: jax.Array) -> bool:
+    return pool.ndim == 4
 
 
 def write_tokens(
@@ -47,21 +63,30 @@ def write_tokens(
 
     Writes to a page id outside the pool are dropped. Jitted with the pool donated, this updates it in place.
     """
-    both = jnp.stack([keys, values], axis=2).astype(pool.dtype)  # [tokens, kv_heads, 2, head_dim]
+    lines = join(keys, values) if is_joined(pool) else jnp.stack([keys, values], axis=2)
+    lines = lines.astype(pool.dtype)  # [tokens, kv_heads, 2 * head_dim] or [tokens, kv_heads, 2, head_dim]
     # A TPU would copy the whole pool to scatter along its page_size axis, so there tokens are stored one by one.
-    return jax.lax.platform_dependent(pool, both, pages, offsets, tpu=_store_one_by_one, default=_scatter)
+    return jax.lax.platform_dependent(pool, lines, pages, offsets, tpu=_store_one_by_one, default=_scatter)
 
 
-def _scatter(pool: jax.Array, both: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+def join(keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Tokens' lines in a joined pool, `[..., 2 * head_dim]`."""
+    return jnp.concatenate([keys, values], axis=-1)
+
+
+def _scatter(pool: jax.Array, lines: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
     pages = jnp.where(pages < 0, pool.shape[0], pages)  # to jax, -1 is the last page
-    return pool.at[pages, :, :, offsets].set(both, mode="drop")
+    between = (slice(None),) * (pool.ndim - 3)
+    return pool.at[(pages, *between, offsets)].set(lines, mode="drop")
 
 
-def _store_one_by_one(pool: jax.Array, both: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+def _store_one_by_one(pool: jax.Array, lines: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    between = (0,) * (pool.ndim - 3)
+
     def store(token: jax.Array, pool: jax.Array) -> jax.Array:
         inside = (pages[token] >= 0) & (pages[token] < pool.shape[0])
-        at = (jnp.where(inside, pages[token], 0), 0, 0, offsets[token], 0)
-        slot = both[token][None, :, :, None]
+        at = (jnp.where(inside, pages[token], 0), *between, offsets[token], 0)
+        slot = jnp.expand_dims(lines[token], (0, -2))
         kept = jax.lax.dynamic_slice(pool, at, slot.shape)
         return jax.lax.dynamic_update_slice(pool, jnp.where(inside, slot, kept), at)
 
@@ -72,11 +97,20 @@ def read_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]
     """Keys and values of `pages` `[rows, n]`, each `[rows, kv_heads, n * page_size, head_dim]`.
 
     Ids outside the pool are clamped to some page of it: the caller masks what it did not ask for. Compiled for a CPU,
-    the gather moves whole `[page_size * head_dim]` runs, with the head in the index, because there XLA's gather copies
-    element by element unless the innermost axis is long. Elsewhere it moves pages as they lie: flattening the pool
-    would make a TPU copy all of it into another layout.
+    the gather of a split pool moves whole `[page_size * head_dim]` runs, with the head in the index, because there
+    XLA's gather copies element by element unless the innermost axis is long. Elsewhere it moves pages as they lie:
+    flattening the pool would make a TPU copy all of it into another layout.
     """
+    if is_joined(pool):
+        return _read_joined_pages(pool, pages)
     return jax.lax.platform_dependent(pool, pages, cpu=_read_runs, default=_read_whole_pages)
+
+
+def _read_joined_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows, n = pages.shape
+    _, heads, page_size, line = pool.shape
+    lines = pool.at[pages].get(mode="clip").transpose(0, 2, 1, 3, 4).reshape(rows, heads, n * page_size, line)
+    return lines[..., : line // 2], lines[..., line // 2 :]
 
 
 def _read_runs(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

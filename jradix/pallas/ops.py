@@ -3,13 +3,14 @@
 import jax
 
 from jradix.pallas import layout, xla
+from jradix.pallas.scoring import Scoring
 
 
 def write_kv(pool: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
     """Store the new tokens' keys and values.
 
     Args:
-        pool: `[layers * pages, kv_heads, 2, page_size, head_dim]`, donated by the step that calls this.
+        pool: split or joined, see `layout`; donated by the step that calls this.
         keys, values: `[tokens, kv_heads, head_dim]`.
         pages, offsets: int32 `[tokens]`, flat page id (layer included) and place inside the page. A page id
             outside the pool drops the write.
@@ -26,10 +27,7 @@ def extend_attention(
     page_table: jax.Array,
     seq_lens: jax.Array,
     query_starts: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    scoring: Scoring,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of rows with one or more new tokens each, on top of what the pool already holds.
@@ -41,17 +39,13 @@ def extend_attention(
         seq_lens: int32 `[rows]`, positions of each row in the pool, new tokens included; 0 for a padding row.
         query_starts: int32 `[rows + 1]`, row `r` owns the tokens `[query_starts[r], query_starts[r + 1])`,
             which are its last positions.
-        scale: multiplies the scores.
-        window: a token sees itself and the `window - 1` positions before it; None for all.
-        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        scoring: scale, window and soft cap.
         sinks: `[q_heads]`, one more logit per head that takes probability and gives nothing.
 
     Returns:
         `[tokens, q_heads, head_dim]`, zeros for tokens of no row.
     """
-    return xla.extend_attention(
-        q, pool, page_table, seq_lens, query_starts, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
+    return xla.extend_attention(q, pool, page_table, seq_lens, query_starts, scoring, sinks)
 
 
 def decode_attention(
@@ -59,13 +53,8 @@ def decode_attention(
     pool: jax.Array,
     page_table: jax.Array,
     seq_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    scoring: Scoring,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one new token a row: `extend_attention` where token `r` is row `r`'s last position."""
-    return xla.decode_attention(
-        q, pool, page_table, seq_lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
+    return xla.decode_attention(q, pool, page_table, seq_lens, scoring, sinks)

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jradix.pallas.layout import read_pages
+from jradix.pallas.layout import kv_heads_of, page_size_of, read_pages
+from jradix.pallas.scoring import Scoring
 
 
 def extend_attention(
@@ -12,16 +13,13 @@ def extend_attention(
     page_table: jax.Array,
     seq_lens: jax.Array,
     query_starts: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    scoring: Scoring,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of each row's new tokens over all its positions; arguments as in `ops.extend_attention`."""
     tokens, q_heads, head_dim = q.shape
     rows, max_pages = page_table.shape
-    kv_heads, page_size = pool.shape[1], pool.shape[3]
+    kv_heads, page_size = kv_heads_of(pool), page_size_of(pool)
     kv_len = max_pages * page_size
     out = jnp.zeros((tokens, q_heads, head_dim), jnp.float32)
     token, kv_pos = jnp.arange(tokens), jnp.arange(kv_len)
@@ -29,17 +27,13 @@ def extend_attention(
         keys, values = (x[0].astype(jnp.float32) for x in read_pages(pool, page_table[row : row + 1]))
         q_pos = seq_lens[row] - query_starts[row + 1] + token
         mine = (token >= query_starts[row]) & (token < query_starts[row + 1])
-        seen = (kv_pos[None, :] <= q_pos[:, None]) & (kv_pos < seq_lens[row])[None, :]
-        if window is not None:
-            seen &= kv_pos[None, :] > q_pos[:, None] - window
+        held = kv_pos < seq_lens[row]
+        seen = scoring.seen(q_pos[:, None], kv_pos[None, :]) & held[None, :]
         grouped = q.astype(jnp.float32).reshape(tokens, kv_heads, -1, head_dim)
-        scores = (
-            jnp.einsum("tkgd,ksd->tkgs", grouped, jnp.where((kv_pos < seq_lens[row])[None, :, None], keys, 0)) * scale
-        )
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        products = jnp.einsum("tkgd,ksd->tkgs", grouped, jnp.where(held[None, :, None], keys, 0))
+        scores = scoring.capped(products) * scoring.exponent
         weights = _masked_softmax(scores, seen[:, None, None, :], sinks, kv_heads)
-        mixed = jnp.einsum("tkgs,ksd->tkgd", weights, jnp.where((kv_pos < seq_lens[row])[None, :, None], values, 0))
+        mixed = jnp.einsum("tkgs,ksd->tkgd", weights, jnp.where(held[None, :, None], values, 0))
         out = jnp.where(mine[:, None, None], mixed.reshape(tokens, q_heads, head_dim), out)
     return out.astype(q.dtype)
 

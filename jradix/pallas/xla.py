@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jradix.pallas.layout import kv_heads_of, page_size_of, read_pages
+from jradix.pallas.scoring import Scoring
 
 GROUP_TILES = 16
 GROUP_QUERIES = 768
@@ -32,25 +33,8 @@ MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has s
 LOG2_E = math.log2(math.e)
 
 
-class Scoring(NamedTuple):
-    """How a query and a key become a score; see `ops.extend_attention`."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-
-    @property
-    def exponent(self) -> float:
-        """Scores stay as the matmul leaves them, and `scale` is applied inside the exponential: one pass less."""
-        return self.scale if self.soft_cap is None else 1.0
-
-    def scores(self, q: jax.Array, keys: jax.Array) -> jax.Array:
-        scores = jnp.einsum("nkqd,nksd->nkqs", q, keys, preferred_element_type=jnp.float32)
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores * (self.scale / self.soft_cap))
-
-    def seen(self, q_pos: jax.Array, kv_pos: jax.Array) -> jax.Array:
-        seen = kv_pos <= q_pos
-        return seen if self.window is None else seen & (kv_pos > q_pos - self.window)
+def _scores(q: jax.Array, keys: jax.Array, scoring: Scoring) -> jax.Array:
+    return scoring.capped(jnp.einsum("nkqd,nksd->nkqs", q, keys, preferred_element_type=jnp.float32))
 
 
 class Softmax(NamedTuple):
@@ -109,17 +93,14 @@ def decode_attention(
     pool: jax.Array,
     page_table: jax.Array,
     seq_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
+    scoring: Scoring,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `ops.decode_attention`: every row is one tile of one query."""
     rows, q_heads, head_dim = q.shape
     kv_heads = kv_heads_of(pool)
     tiles = Tiles(q.reshape(rows, kv_heads, q_heads // kv_heads, head_dim), seq_lens[:, None] - 1, page_table)
-    out = _attend(tiles, pool, Scoring(scale, window, soft_cap), sinks)
+    out = _attend(tiles, pool, scoring, sinks)
     return out.reshape(rows, q_heads, head_dim)
 
 
@@ -129,11 +110,8 @@ def extend_attention(
     page_table: jax.Array,
     seq_lens: jax.Array,
     query_starts: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
+    scoring: Scoring,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `ops.extend_attention`."""
     tokens, q_heads, head_dim = q.shape
@@ -152,7 +130,7 @@ def extend_attention(
     tiled = tiled.reshape(num_tiles, tile_len, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     tiles = Tiles(tiled.reshape(num_tiles, kv_heads, -1, head_dim), positions, page_table[row])
 
-    out = _attend(tiles, pool, Scoring(scale, window, soft_cap), sinks)
+    out = _attend(tiles, pool, scoring, sinks)
     out = out.reshape(num_tiles, kv_heads, -1, tile_len, head_dim).transpose(0, 3, 1, 2, 4)
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(query_starts, token, side="right").astype(jnp.int32) - 1
@@ -243,14 +221,14 @@ def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Ar
 
     def add_whole(block: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(block)
-        return softmax.add(scoring.scores(tiles.q, keys), values, scoring.exponent)
+        return softmax.add(_scores(tiles.q, keys, scoring), values, scoring.exponent)
 
     def add_masked(block: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(block)
         kv_pos = first + block * block_len + jnp.arange(block_len, dtype=jnp.int32)
         # What lies past the row's last position, NaN included, must not reach a sum: 0 * NaN is NaN.
         values = jnp.where((kv_pos <= last[:, None])[:, None, :, None], values, 0)
-        scores = jnp.where(scoring.seen(q_pos, kv_pos), scoring.scores(tiles.q, keys), MASKED)
+        scores = jnp.where(scoring.seen(q_pos, kv_pos), _scores(tiles.q, keys, scoring), MASKED)
         return softmax.add(scores, values, scoring.exponent)
 
     if scoring.window is None:
@@ -284,7 +262,7 @@ def _add_shared(
     def add(block: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = read_pages(pool, jax.lax.dynamic_slice_in_dim(pages, block * block_pages, block_pages)[None])
         shared = block * block_len + jnp.arange(block_len, dtype=jnp.int32) < num_pages * page_size_of(pool)
-        scores = jnp.where(shared, scoring.scores(tall, keys), MASKED)
+        scores = jnp.where(shared, _scores(tall, keys, scoring), MASKED)
         return softmax.add(scores, jnp.where(shared[:, None], values, 0), scoring.exponent)
 
     num_blocks = -(-num_pages // block_pages)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jradix.pallas.layout import KEY, VALUE, join
+from jradix.pallas.scoring import Scoring
+
 
 @dataclass(frozen=True)
 class Case:
@@ -77,12 +80,16 @@ class Inputs:
     page_table: jax.Array
     seq_lens: jax.Array
     query_starts: jax.Array
+    scoring: Scoring
     sinks: jax.Array | None
-    scale: float
     is_query: np.ndarray
 
     def arrays(self) -> tuple[jax.Array, ...]:
         return self.q, self.pool, self.page_table, self.seq_lens, self.query_starts
+
+    def joined_pool(self) -> jax.Array:
+        """The same keys and values in the other layout."""
+        return join(self.pool[:, :, KEY], self.pool[:, :, VALUE])
 
 
 def make_inputs(case: Case, dtype: Any, seed: int = 0, *, poison: bool = True) -> Inputs:
@@ -113,8 +120,8 @@ def make_inputs(case: Case, dtype: Any, seed: int = 0, *, poison: bool = True) -
         page_table=jnp.asarray(table),
         seq_lens=jnp.asarray(seq_lens, jnp.int32),
         query_starts=jnp.asarray(np.concatenate([[0], np.cumsum(new)]), jnp.int32),
+        scoring=Scoring(case.head_dim**-0.5, case.window, case.soft_cap),
         sinks=jnp.asarray(rng.normal(size=case.q_heads), jnp.float32) if case.sinks else None,
-        scale=case.head_dim**-0.5,
         is_query=np.arange(tokens) < new.sum(),
     )
 
@@ -132,7 +139,7 @@ def dense_attention(case: Case, inputs: Inputs) -> np.ndarray:
             page = np.asarray(inputs.page_table)[row, where // case.page_size]
             for head in range(case.q_heads):
                 kv = pool[page, head * case.kv_heads // case.q_heads, :, where % case.page_size]
-                scores = kv[:, 0] @ q[token, head] * inputs.scale
+                scores = kv[:, 0] @ q[token, head] * inputs.scoring.scale
                 if case.soft_cap:
                     scores = case.soft_cap * np.tanh(scores / case.soft_cap)
                 sink = float(inputs.sinks[head]) if inputs.sinks is not None else -np.inf

@@ -11,7 +11,5 @@ from tests.pallas.cases import CASES, Case, dense_attention, make_inputs
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
 def test_reference_equals_a_dense_softmax(case: Case) -> None:
     inputs = make_inputs(case, jnp.float32)
-    got = reference.extend_attention(
-        *inputs.arrays(), scale=inputs.scale, window=case.window, soft_cap=case.soft_cap, sinks=inputs.sinks
-    )
+    got = reference.extend_attention(*inputs.arrays(), scoring=inputs.scoring, sinks=inputs.sinks)
     np.testing.assert_allclose(got, dense_attention(case, inputs), atol=2e-5)

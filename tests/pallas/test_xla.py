@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from jradix.pallas import xla
-from tests.pallas.cases import CASES, TOLERANCE, Case, Inputs, dense_attention, make_inputs
+from jradix.pallas.scoring import Scoring
+from tests.pallas.cases import CASES, TOLERANCE, Case, dense_attention, make_inputs
 
 DECODE_CASES = [case for case in CASES if set(case.new) <= {0, 1}]
-
-
-def options(case: Case, inputs: Inputs) -> dict[str, Any]:
-    return {"scale": inputs.scale, "window": case.window, "soft_cap": case.soft_cap, "sinks": inputs.sinks}
 
 
 EXTEND_RUNS = [(case, jnp.float32) for case in CASES] + [(case, jnp.bfloat16) for case in CASES[::3]]
@@ -24,7 +21,8 @@ EXTEND_RUNS = [(case, jnp.float32) for case in CASES] + [(case, jnp.bfloat16) fo
 @pytest.mark.parametrize(("case", "dtype"), EXTEND_RUNS, ids=str)
 def test_extend_equals_the_reference_whatever_unowned_slots_hold(case: Case, dtype: Any) -> None:
     inputs = make_inputs(case, dtype)
-    got = jax.jit(functools.partial(xla.extend_attention, **options(case, inputs)))(*inputs.arrays())
+    attend = jax.jit(xla.extend_attention, static_argnames="scoring")
+    got = attend(*inputs.arrays(), scoring=inputs.scoring, sinks=inputs.sinks)
     assert got.dtype == dtype
     np.testing.assert_allclose(np.asarray(got, np.float32), dense_attention(case, inputs), atol=TOLERANCE[dtype])
     assert not np.asarray(got)[~inputs.is_query].any(), "tokens of no row must come out as zeros"
@@ -36,7 +34,7 @@ def test_decode_equals_the_reference_whatever_unowned_slots_hold(case: Case, dty
     inputs = make_inputs(case, dtype)
     rows = len(case.new)
     q = inputs.q[:rows]
-    got = xla.decode_attention(q, *inputs.arrays()[1:4], **options(case, inputs))
+    got = xla.decode_attention(q, *inputs.arrays()[1:4], scoring=inputs.scoring, sinks=inputs.sinks)
     want = dense_attention(case, inputs)[:rows]
     live = np.asarray(inputs.seq_lens) > 0
     np.testing.assert_allclose(np.asarray(got, np.float32)[live], want[: live.sum()], atol=TOLERANCE[dtype])
@@ -54,7 +52,7 @@ def test_temporaries_do_not_grow_with_the_page_table() -> None:
             jax.ShapeDtypeStruct((rows, max_pages), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
         ]
-        attend = functools.partial(xla.decode_attention, scale=0.1, window=None, soft_cap=None, sinks=None)
+        attend = functools.partial(xla.decode_attention, scoring=Scoring(0.1))
         analysis = jax.jit(attend).lower(*shapes).compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from jradix.config import Buckets, StepShape
 from jradix.model.attention import AttentionInputs
+from jradix.pallas.ops import XLA, Kernels
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.scheduler import PlannedRow, StepPlan
 
@@ -36,7 +37,7 @@ class StepArrays:
     sample_slots: jax.Array
 
     @classmethod
-    def unpack(cls, packed: Any, shape: StepShape, pages_per_layer: int) -> "StepArrays":
+    def unpack(cls, packed: Any, shape: StepShape, pages_per_layer: int, kernels: Kernels = XLA) -> "StepArrays":
         """The arrays in `packed` `[packed_len(shape)]`, of the host or, inside a program, of the device."""
         pieces: list[Any] = []
         start = 0
@@ -45,7 +46,9 @@ class StepArrays:
             pieces.append(packed[start:stop].reshape(piece))
             start = stop
         token_ids, positions, write_pages, page_table, seq_lens, query_starts, logits_at, sample_slots = pieces
-        attention = AttentionInputs(positions, write_pages, page_table, seq_lens, query_starts, pages_per_layer)
+        attention = AttentionInputs(
+            positions, write_pages, page_table, seq_lens, query_starts, pages_per_layer, kernels
+        )
         return cls(token_ids, attention, logits_at, sample_slots)
 
 

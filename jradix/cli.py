@@ -1,4 +1,4 @@
-"""The command `jradix`: parses arguments, runs `generate`, `chat` or `demo`, reports errors in one line."""
+"""The command `jradix`: parses arguments, runs `generate`, `chat`, `doctor` or `demo`, reports errors in one line."""
 
 import argparse
 import json
@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     add_options(chat, SamplingParams, "sampling", CHAT_SAMPLING)
     add_options(chat, EngineConfig, "engine", CHAT_ENGINE)
 
+    doctor = _command(commands, "doctor", _doctor, "[options]", "what a model would run with here, and why")
+    add_options(doctor, EngineConfig, "engine")
+
     _command(commands, "demo", _demo, "", "two questions behind one system prompt, with and without the cache")
     return parser
 
@@ -124,6 +127,13 @@ def _demo(arguments: argparse.Namespace) -> None:
     from jradix.demo import run
 
     run()
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    config = _engine_config(arguments)
+    from jradix.doctor import report
+
+    print(report(config))
 
 
 def _engine_config(arguments: argparse.Namespace, defaults: dict[str, Any] | None = None) -> EngineConfig:

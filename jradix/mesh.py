@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 import jax
 
+from jradix.pallas.geometry import Geometry
+from jradix.pallas.ops import Kernels, choose
+
 CPU_POOL_FRACTION = 0.1  # of free host memory, which every other program shares
 ACCELERATOR_FRACTION = 0.85  # of the device, for weights and pool; the rest is for the step's temporaries
 
@@ -31,6 +34,11 @@ def pool_budget_bytes(mem_fraction_static: float | None) -> int:
     if stats is None or "bytes_limit" not in stats:
         return int((mem_fraction_static or CPU_POOL_FRACTION) * _free_host_bytes())
     return int(stats["bytes_limit"] * (mem_fraction_static or ACCELERATOR_FRACTION)) - stats["bytes_in_use"]
+
+
+def choose_kernels(geometry: Geometry) -> Kernels:
+    """What computes attention on this device."""
+    return choose(jax.default_backend(), jax.devices()[0].device_kind, geometry)
 
 
 def device_description() -> str:

@@ -18,6 +18,7 @@ from jradix.cache.pool import allocate_pool, copy_pages
 from jradix.config import Buckets, StepShape
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
+from jradix.pallas.ops import Kernels
 from jradix.sampling import sample
 
 
@@ -50,13 +51,14 @@ class Runner:
         self,
         model: Transformer,
         layout: KVLayout,
+        kernels: Kernels,
         dtype: Any,
         buckets: Buckets,
         max_slots: int,
         *,
         strict: bool = False,
     ) -> None:
-        self._forward, self.parameters = jit_forward(model, layout.num_pages)
+        self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels)
         self._sample = jax.jit(_sample_and_store, donate_argnums=1)
         self.compiler_options = mesh.compiler_options()
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
@@ -169,7 +171,9 @@ class Runner:
             raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
 
 
-def jit_forward(model: Transformer, pages_per_layer: int) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+def jit_forward(
+    model: Transformer, pages_per_layer: int, kernels: Kernels
+) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
     """The forward pass of a step, and its parameters, a flat list, because jax walks them on every launch.
 
     `(parameters, pool, next_tokens, arrays, *, shape) -> (logits, sample_slots, pool)`. The pool is donated. A token id
@@ -182,7 +186,7 @@ def jit_forward(model: Transformer, pages_per_layer: int) -> tuple[jax.stages.Wr
         parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, *, shape: StepShape
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        step = StepArrays.unpack(arrays, shape, pages_per_layer)
+        step = StepArrays.unpack(arrays, shape, pages_per_layer, kernels)
         token_ids = jnp.where(step.token_ids >= 0, step.token_ids, next_tokens[-1 - step.token_ids])
         logits, pool = merged(token_ids, pool, step.attention, step.logits_at)
         return logits, step.sample_slots, pool

@@ -14,7 +14,9 @@ from jradix.model.checkpoint import Checkpoint, open_checkpoint
 from jradix.model.config import ModelConfig
 from jradix.model.transformer import Transformer
 from jradix.model.weights import load_transformer, random_transformer
+from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
+from jradix.pallas.ops import Kernels
 from jradix.runner import Runner, wait_for
 from jradix.tokenizer import Tokenizer, load_tokenizer
 
@@ -28,6 +30,7 @@ class Parts:
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     runner: Runner
+    kernels: Kernels
     layout: KVLayout
     buckets: Buckets
     context_length: int
@@ -49,17 +52,30 @@ def build(config: EngineConfig) -> Parts:
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
     model = _load_model(config, model_config, checkpoint)
     buckets = Buckets.of(config, context_length)
-    layout = _size_pool(config, model_config, context_length)
+    kernels = _choose_kernels(config, model_config)
+    layout = _size_pool(config, model_config, context_length, joined=kernels.joined_pages)
     runner = Runner(
         model,
         layout,
+        kernels,
         DTYPES[config.dtype],
         buckets,
         config.max_running_requests,
         strict=config.strict_compile,
     )
     eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_token_ids)
-    return Parts(model_config, tokenizer, runner, layout, buckets, context_length, eos_ids)
+    return Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids)
+
+
+def _choose_kernels(config: EngineConfig, model_config: ModelConfig) -> Kernels:
+    geometry = Geometry(
+        q_heads=model_config.q_heads,
+        kv_heads=model_config.kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=config.page_size,
+        dtype=jnp.dtype(DTYPES[config.dtype]).name,
+    )
+    return mesh.choose_kernels(geometry)
 
 
 def _keep_compiled_programs_in(directory: str) -> None:
@@ -87,13 +103,14 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
     return model
 
 
-def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int) -> KVLayout:
+def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int, *, joined: bool) -> KVLayout:
     one_page = KVLayout(
         layers=model_config.layers,
         num_pages=1,
         page_size=config.page_size,
         kv_heads=model_config.kv_heads,
         head_dim=model_config.head_dim,
+        joined=joined,
     )
     pages_per_request = -(-context_length // config.page_size)
     if config.max_total_tokens is not None:

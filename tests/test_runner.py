@@ -1,6 +1,5 @@
 """The compiled step: its pool is updated in place, and after the warm-up nothing is compiled."""
 
-import re
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from jradix import Engine, SamplingParams
+from jradix.aot import copied_shapes
 from jradix.config import StepShape
 from jradix.runner import UnplannedCompilationError
 from tests.tiny_engine import (
@@ -26,12 +26,6 @@ from tests.tiny_engine import (
 DECODE, MIXED = StepShape(4, 0, 0, 24), StepShape(4, 16, 2, 24)
 
 
-def copied_shapes(hlo: str) -> set[tuple[int, ...]]:
-    """Shapes of all copies in an optimised program, their sizes sorted: a transposed copy is one too."""
-    copies = re.findall(r"\[([\d,]+)\]\S* copy\(", hlo)
-    return {tuple(sorted(map(int, sizes.split(",")))) for sizes in copies}
-
-
 @pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
 def test_the_pool_is_updated_in_place(layer_loop: Literal["unroll", "scan"], tiny_path: Callable[[str], Path]) -> None:
     engine = start(tiny_path("llama"), optimized=True, layer_loop=layer_loop, max_total_tokens=2**16)
@@ -42,11 +36,9 @@ def test_the_pool_is_updated_in_place(layer_loop: Literal["unroll", "scan"], tin
         assert memory is not None
         assert memory.alias_size_in_bytes == pool.nbytes
         assert memory.temp_size_in_bytes < pool.nbytes / 8
-        text = program.as_text()
-        assert text is not None
-        assert "copy" in text, "the pattern below looks for another spelling of copies"
-        assert tuple(sorted(pool.shape)) not in copied_shapes(text)
-        assert all(prod(shape) < pool.size / 8 for shape in copied_shapes(text))
+        assert "copy" in (program.as_text() or ""), "`copied_shapes` looks for another spelling of copies"
+        assert tuple(sorted(pool.shape)) not in copied_shapes(program)
+        assert all(prod(shape) < pool.size / 8 for shape in copied_shapes(program))
 
 
 def test_a_launched_step_takes_the_old_pool(tiny_engine: Engine) -> None:

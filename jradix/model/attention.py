@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jradix.pallas import ops
 from jradix.pallas.layout import page_size_of
+from jradix.pallas.ops import XLA, Kernels
 from jradix.pallas.scoring import Scoring
 
 
@@ -26,6 +27,7 @@ class AttentionInputs:
         query_starts: int32 `[extend_rows + 1]`, extend row `r` owns tokens `[query_starts[r], query_starts[r + 1])`,
             counted from the first extend token.
         pages_per_layer: pages of one layer in the pool, the null page included.
+        kernels: what computes attention.
     """
 
     positions: jax.Array
@@ -34,6 +36,7 @@ class AttentionInputs:
     seq_lens: jax.Array
     query_starts: jax.Array
     pages_per_layer: int = field(metadata={"static": True})
+    kernels: Kernels = field(default=XLA, metadata={"static": True})
 
     @property
     def extend_rows(self) -> int:
@@ -60,14 +63,15 @@ def paged_attention(
         `[tokens, q_heads, head_dim]` and the updated pool (the argument is donated by the enclosing step).
     """
     first_page = layer * inputs.pages_per_layer
-    pool = ops.write_kv(pool, keys, values, inputs.write_pages + first_page, inputs.positions % page_size_of(pool))
+    pages = jnp.where(inputs.write_pages > 0, inputs.write_pages + first_page, -1)  # padding is written nowhere
+    pool = ops.write_kv(pool, keys, values, pages, inputs.positions % page_size_of(pool), kernels=inputs.kernels)
     page_table = inputs.page_table + first_page
     split = inputs.decode_rows
     parts = []
     if split:
         rows = (page_table[:split], inputs.seq_lens[:split])
-        parts.append(ops.decode_attention(q[:split], pool, *rows, scoring, sinks))
+        parts.append(ops.decode_attention(q[:split], pool, *rows, scoring, sinks, kernels=inputs.kernels))
     if inputs.extend_rows:
         rows = (page_table[split:], inputs.seq_lens[split:], inputs.query_starts)
-        parts.append(ops.extend_attention(q[split:], pool, *rows, scoring, sinks))
+        parts.append(ops.extend_attention(q[split:], pool, *rows, scoring, sinks, kernels=inputs.kernels))
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), pool

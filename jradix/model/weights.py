@@ -101,6 +101,17 @@ def random_transformer(
     return Transformer(config, _Maker(np.dtype(dtype), fill, device_put), layer_loop)
 
 
+def abstract_transformer(config: ModelConfig, *, dtype: npt.DTypeLike, layer_loop: LayerLoop) -> Transformer:
+    """A model of shapes without arrays, of any size: to compile steps for, not to run."""
+
+    def shape_only(name: str, shape: Shape, layers: range | None = None) -> Any:
+        del name
+        stacked = shape if layers is None or len(layers) == 1 else (len(layers), *shape)
+        return jax.ShapeDtypeStruct(stacked, dtype)
+
+    return Transformer(config, shape_only, layer_loop)
+
+
 class _Maker:
     """Makes each parameter in a host buffer of its own, which `fill` fills layer by layer."""
 

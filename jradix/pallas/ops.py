@@ -1,12 +1,52 @@
-"""The only door to attention over the KV pool: checks shapes and picks the implementation for this backend."""
+"""The only door to attention over the KV pool: picks the implementation for a device, says why, and calls it."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 
 from jradix.pallas import layout, xla
+from jradix.pallas.geometry import Geometry
 from jradix.pallas.scoring import Scoring
 
 
-def write_kv(pool: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The implementation of attention that an engine uses. Static: a program is compiled for one.
+
+    Attributes:
+        name: "xla" runs everywhere; the others are Pallas kernels for one kind of device.
+        chip: its generation, from which block sizes follow: "v6e", "sm90"; empty for "xla".
+        joined_pages: whether the pool must be joined, see `layout`.
+        reasons: why no Pallas kernels are used; empty if they are.
+        interpret: run Pallas kernels on the CPU, slowly, for tests.
+    """
+
+    name: Literal["xla", "tpu", "gpu"]
+    chip: str = ""
+    joined_pages: bool = False
+    reasons: tuple[str, ...] = ()
+    interpret: bool = False
+
+
+XLA = Kernels("xla")
+
+
+def choose(platform: str, device_kind: str, geometry: Geometry) -> Kernels:
+    """The best implementation for a device, given jax's names for it."""
+    reasons = [f"Pallas kernels are for TPUs and for GPUs from Hopper on, this is {device_kind}"]
+    return replace(XLA, reasons=tuple(reasons))
+
+
+def write_kv(
+    pool: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    kernels: Kernels = XLA,
+) -> jax.Array:
     """Store the new tokens' keys and values.
 
     Args:
@@ -29,6 +69,8 @@ def extend_attention(
     query_starts: jax.Array,
     scoring: Scoring,
     sinks: jax.Array | None = None,
+    *,
+    kernels: Kernels = XLA,
 ) -> jax.Array:
     """Causal attention of rows with one or more new tokens each, on top of what the pool already holds.
 
@@ -55,6 +97,8 @@ def decode_attention(
     seq_lens: jax.Array,
     scoring: Scoring,
     sinks: jax.Array | None = None,
+    *,
+    kernels: Kernels = XLA,
 ) -> jax.Array:
     """Attention of one new token a row: `extend_attention` where token `r` is row `r`'s last position."""
     return xla.decode_attention(q, pool, page_table, seq_lens, scoring, sinks)

@@ -1,0 +1,90 @@
+"""Compiles for devices that this machine does not have: TPUs through libtpu, an H200 through jax's CUDA plug-in.
+
+Nothing runs. A compiler given the description of a chip produces the program that the chip would run, with the memory
+it would need. Let neither plug-in look for a device: set JAX_PLATFORMS=cpu before jax is imported, and for TPUs
+TPU_SKIP_MDS_QUERY=1.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device to compile for.
+
+    Attributes:
+        topology: libtpu's name for a small arrangement of such chips.
+        device_kind: jax's name for the device.
+        memory_bytes: of one device.
+        bandwidth: bytes a second between the device and its memory, by its maker.
+        flops: bfloat16 operations a second, by its maker.
+    """
+
+    platform: Literal["tpu", "gpu"]
+    topology: str
+    device_kind: str
+    memory_bytes: float
+    bandwidth: float
+    flops: float
+
+    def mesh(self, num_devices: int = 1) -> Mesh:
+        """Devices on one axis "tp". Raises where the plug-in that holds the compiler is not installed."""
+        if self.platform == "tpu":
+            os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so another process may do the same
+            described = topologies.get_topology_desc(topology_name=self.topology, platform="tpu")
+        else:
+            described = topologies.get_topology_desc(
+                topology_name=self.topology, platform="cuda", target_config=H200, topology=self.topology
+            )
+        return Mesh(np.array(described.devices[:num_devices]), ("tp",))
+
+    def compile(self, jitted: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
+        """The program of a jitted function for one device.
+
+        args: trees of arrays, or of anything with a shape and a dtype. static: the function's static arguments.
+        """
+        mesh = self.mesh()
+        sharding = NamedSharding(mesh, PartitionSpec())
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+        platform = "cuda" if self.platform == "gpu" else "tpu"
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask which chip it is while they are traced
+            return jitted.trace(*shapes, **static).lower(lowering_platforms=(platform,)).compile()
+
+
+def copied_shapes(program: jax.stages.Compiled) -> set[tuple[int, ...]]:
+    """Shapes of all copies in a compiled program, their sizes sorted: a transposed copy is one too."""
+    copies = re.findall(r"\[([\d,]+)\]\S* copy\(", program.as_text() or "")
+    return {tuple(sorted(map(int, sizes.split(",")))) for sizes in copies}
+
+
+TARGETS = {
+    "v5e": Target("tpu", "v5e:2x2", "TPU v5 lite", 16e9, 819e9, 197e12),
+    "v5p": Target("tpu", "v5p:2x2x1", "TPU v5", 95e9, 2765e9, 459e12),
+    "v6e": Target("tpu", "v6e:2x2", "TPU v6 lite", 32e9, 1640e9, 918e12),
+    # A chip is two devices, each with half of its 192 GiB, 7.4 TB/s and 2.3 PFLOP/s.
+    "tpu7x": Target("tpu", "tpu7x:2x2x1", "TPU7x", 96e9, 3690e9, 1153e12),
+    "h200": Target("gpu", "1x1x1", "NVIDIA H200", 141e9, 4800e9, 989e12),
+}

@@ -1,0 +1,52 @@
+"""`jradix doctor`: what this installation would run a model with, and why."""
+
+import platform
+from importlib import metadata
+from math import prod
+
+from jradix import mesh, startup
+from jradix.config import EngineConfig
+
+VERSIONS = ("jradix", "jax", "jaxlib", "flax", "numpy")
+
+
+def report(config: EngineConfig) -> str:
+    """One fact a line: versions, device, kernels and reasons, model, KV pool, programs. Loads the model.
+
+    Raises:
+        ValueError: as `Engine`.
+    """
+    parts = startup.build(config)
+    model, layout, buckets, kernels = parts.model_config, parts.layout, parts.buckets, parts.kernels
+    dtype = parts.runner.pool.dtype
+    weight_bytes = sum(array.nbytes for array in parts.runner.parameters)
+    tokens = (layout.num_pages - 1) * layout.page_size
+    facts = {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in VERSIONS},
+        "device": mesh.device_description(),
+        "attention": "XLA" if kernels.name == "xla" else f"Pallas kernels for {kernels.chip}",
+        **({"because": "; ".join(kernels.reasons)} if kernels.reasons else {}),
+        "model": f"{model.architecture}, {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
+        f"{model.head_dim}, vocabulary of {model.vocab_size}",
+        "weights": f"{_size(weight_bytes)} in {parts.runner.parameters[0].dtype}",
+        "layer loop": mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop,
+        "context": f"{parts.context_length} tokens of the model's {model.max_position_embeddings}",
+        "KV pool": f"{layout.num_pages - 1} pages of {layout.page_size} tokens = {tokens} tokens, "
+        f"{_size(prod(layout.shape) * dtype.itemsize)} in {dtype}",
+        "programs": f"{len(buckets.shapes())} step shapes to compile",
+        "decode rows": _list(buckets.decode_rows),
+        "prompt tokens": f"{_list(buckets.extend_tokens)} of {_list(buckets.extend_rows)} requests beside "
+        f"{_list(buckets.mixed_decode_rows)} decode rows",
+        "pages a request": _list(buckets.max_pages),
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _list(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,243 @@
+"""Compiles every step program of a model for TPUs and an H200, on a machine with neither, and checks what they need.
+
+    python scripts/aot_check.py                                   # some programs of each model for each TPU
+    python scripts/aot_check.py --targets h200 --all-buckets      # needs jax's CUDA plug-in: pip install jradix[cuda]
+    python scripts/aot_check.py --models llama-3.1-8b --targets v6e --json aot.json
+
+A line a program: seconds to compile, bytes of arguments, of arguments that results take over (*aliased*), and of
+temporaries. A program fails if the KV pool is not aliased, if it copies an array as large as a 16th of the pool, or if
+its temporaries exceed 5% of the pool.
+
+The pool takes what the weights leave of 85% of the memory. A model too large for a device is compiled with as many
+layers as leave half of that to the pool, which the table says; layers are alike, so only time and memory change.
+
+The estimates are no measurements. A decode step of 64 rows at context 1024 must read all weights and the rows' KV:
+their bytes over the memory's bandwidth. Prefill of 2048 tokens must do their multiplications: over the peak FLOP/s.
+Both are of the whole model on one device, the maker's figures, and nothing lost.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+
+import jax
+import jax.numpy as jnp
+from known_models import KNOWN_MODELS, geometry_of, model_config
+from tqdm import tqdm
+
+from jradix.aot import TARGETS, Target, copied_shapes
+from jradix.batch import packed_len
+from jradix.cache.pool import pages_that_fit
+from jradix.config import Buckets, EngineConfig, StepShape
+from jradix.mesh import ACCELERATOR_FRACTION
+from jradix.model.config import ModelConfig
+from jradix.model.weights import abstract_transformer
+from jradix.pallas.layout import KVLayout
+from jradix.pallas.ops import Kernels, choose
+from jradix.runner import jit_copies, jit_forward
+
+DTYPE = jnp.dtype(jnp.bfloat16)
+MAX_TEMPORARY = 0.05  # of the pool
+MAX_COPY = 1 / 16  # of the pool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an engine on one device of a target would run."""
+
+    target: Target
+    config: ModelConfig
+    kernels: Kernels
+    layout: KVLayout
+    buckets: Buckets
+
+    @classmethod
+    def of(cls, target: Target, name: str, engine: EngineConfig) -> "Plan":
+        config = model_config(name)
+        kernels = choose(target.platform, target.device_kind, geometry_of(config, engine.page_size, DTYPE.name))
+        memory = int(target.memory_bytes * ACCELERATOR_FRACTION)
+        layers = config.layers
+        while weight_bytes(model_config(name, layers)) > memory / 2:
+            layers -= 1
+        config = model_config(name, layers)
+        page = KVLayout(layers, 1, engine.page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages)
+        context_length = engine.context_length or config.max_position_embeddings
+        at_most = engine.max_running_requests * context_length // engine.page_size
+        pages = pages_that_fit(page.page_bytes(DTYPE.itemsize), memory - weight_bytes(config), at_most) + 1
+        layout = KVLayout(layers, pages, engine.page_size, config.kv_heads, config.head_dim, kernels.joined_pages)
+        return cls(target, config, kernels, layout, Buckets.of(engine, context_length))
+
+    @property
+    def layer_loop(self) -> Any:
+        return "scan" if self.target.platform == "tpu" else "unroll"
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    parameters = jax.tree.leaves(abstract_transformer(config, dtype=DTYPE, layer_loop="unroll"))
+    return sum(prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One program, compiled."""
+
+    target: str
+    model: str
+    program: str
+    kernels: str
+    layers: int
+    seconds: float
+    argument_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    pool_bytes: int
+    faults: list[str]
+
+
+def compile_programs(plan: Plan, model: str, target: str, shapes: Sequence[StepShape]) -> Iterator[Line]:
+    """The copy of pages, then a forward pass for each shape."""
+    abstract = abstract_transformer(plan.config, dtype=DTYPE, layer_loop=plan.layer_loop)
+    forward, parameters = jit_forward(abstract, plan.layout.num_pages, plan.kernels)
+    pool = jax.ShapeDtypeStruct(plan.layout.shape, DTYPE)
+    slots = plan.buckets.decode_rows[-1]
+
+    def line(program: str, jitted: Any, *args: Any, **static: Any) -> Line:
+        start = time.perf_counter()
+        compiled = plan.target.compile(jitted, *args, **static)
+        seconds = time.perf_counter() - start
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        numbers = (memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+        pool_bytes = plan.layout.page_bytes(DTYPE.itemsize) * plan.layout.num_pages
+        faults = find_faults(numbers[1], numbers[2], pool_bytes, prod(pool.shape), copied_shapes(compiled))
+        head = (target, model, program, plan.kernels.name, plan.config.layers, seconds)
+        return Line(*head, *numbers, pool_bytes, faults)
+
+    copies = jax.ShapeDtypeStruct((2, plan.buckets.extend_rows[-1]), jnp.int32)
+    yield line("copy of pages", jit_copies(plan.layout.num_pages), pool, copies)
+    for shape in shapes:
+        arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
+        next_tokens = jax.ShapeDtypeStruct((slots + 1,), jnp.int32)
+        yield line(describe(shape), forward, parameters, pool, next_tokens, arrays, shape=shape)
+
+
+def find_faults(
+    alias_bytes: int, temp_bytes: int, pool_bytes: int, pool_size: int, copies: set[tuple[int, ...]]
+) -> list[str]:
+    """What is wrong with a program, in words."""
+    faults: list[str] = []
+    if alias_bytes < pool_bytes:
+        faults.append(f"the pool is not updated in place: {alias_bytes} of {pool_bytes} bytes aliased")
+    if temp_bytes > MAX_TEMPORARY * pool_bytes:
+        faults.append(f"temporaries take {temp_bytes / pool_bytes:.1%} of the pool")
+    faults += [f"a copy of shape {list(shape)}" for shape in copies if prod(shape) > MAX_COPY * pool_size]
+    return faults
+
+
+def some_of(shapes: Sequence[StepShape]) -> list[StepShape]:
+    """The largest decode step, and the steps with most and with fewest prompt tokens beside decoding rows."""
+    decode = [shape for shape in shapes if not shape.extend_rows]
+    mixed = sorted((shape for shape in shapes if shape.extend_rows), key=lambda shape: (shape.tokens, shape.rows))
+    return [decode[-1], mixed[0], mixed[-1]]
+
+
+def describe(shape: StepShape) -> str:
+    extend = f" + {shape.extend_tokens} tokens of {shape.extend_rows} rows" if shape.extend_rows else ""
+    return f"{shape.decode_rows} decode rows{extend}, {shape.max_pages} pages a row"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The least time of a step of the whole model on one device; see the top of this file."""
+
+    target: str
+    model: str
+    decode_ms: float
+    prefill_ms: float
+    fits: bool
+
+
+def estimate(target: str, model: str, rows: int = 64, context_len: int = 1024, prompt_len: int = 2048) -> Estimate:
+    config, chip = model_config(model), TARGETS[target]
+    embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
+    weights = weight_bytes(config)
+    read = weights if config.tie_word_embeddings else weights - embedding
+    kv = rows * context_len * 2 * config.layers * config.kv_heads * config.head_dim * DTYPE.itemsize
+    in_layers = (read - embedding) / DTYPE.itemsize
+    pairs = prompt_len * (prompt_len + 1) / 2
+    flops = 2.0 * in_layers * prompt_len + 4.0 * config.layers * config.q_heads * config.head_dim * pairs
+    decode_ms = 1e3 * max((read + kv) / chip.bandwidth, 2.0 * in_layers * rows / chip.flops)
+    return Estimate(target, model, decode_ms, 1e3 * flops / chip.flops, weights + kv < chip.memory_bytes)
+
+
+def format_lines(lines: Sequence[Line]) -> str:
+    rows = [
+        f"{'target':<7}{'model':<14}{'kernels':<9}{'layers':>6}{'s':>7}{'args':>10}{'aliased':>10}{'temp':>9}  program"
+    ]
+    for line in lines:
+        sizes = [f"{size / 2**20:.0f} M" for size in (line.argument_bytes, line.alias_bytes, line.temp_bytes)]
+        rows.append(
+            f"{line.target:<7}{line.model:<14}{line.kernels:<9}{line.layers:>6}{line.seconds:>7.1f}"
+            f"{sizes[0]:>10}{sizes[1]:>10}{sizes[2]:>9}  {line.program}"
+        )
+        rows += [f"    FAILED: {fault}" for fault in line.faults]
+    return "\n".join(rows)
+
+
+def format_estimates(estimates: Sequence[Estimate]) -> str:
+    rows = [f"{'estimate':<9}{'model':<14}{'decode, ms':>12}{'tokens/s':>10}{'prefill, ms':>13}{'tokens/s':>10}"]
+    for entry in estimates:
+        row = f"{entry.target:<9}{entry.model:<14}{entry.decode_ms:>12.2f}{64e3 / entry.decode_ms:>10.0f}"
+        row += f"{entry.prefill_ms:>13.1f}{2048e3 / entry.prefill_ms:>10.0f}"
+        rows.append(row + ("" if entry.fits else "  (more memory than one device has)"))
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 1 if a program failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tpus = [name for name, target in TARGETS.items() if target.platform == "tpu"]
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=tpus, help="default: every TPU")
+    parser.add_argument(
+        "--models", nargs="+", choices=list(KNOWN_MODELS), default=list(KNOWN_MODELS), help="default: all"
+    )
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--context-length", type=int, default=8192)
+    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--chunked-prefill-size", type=int, default=2048)
+    parser.add_argument("--all-buckets", action="store_true", help="every step program instead of three a model")
+    parser.add_argument("--json", type=Path, help="write the table's numbers here")
+    options = parser.parse_args(arguments)
+    engine = EngineConfig(
+        model_path="",
+        page_size=options.page_size,
+        context_length=options.context_length,
+        max_running_requests=options.max_running_requests,
+        chunked_prefill_size=options.chunked_prefill_size,
+    )
+    pairs = [(target, model) for target in options.targets for model in options.models]
+    lines: list[Line] = []
+    for target, model in tqdm(pairs, desc="compiling", file=sys.stderr):
+        plan = Plan.of(TARGETS[target], model, engine)
+        shapes = plan.buckets.shapes()
+        lines += compile_programs(plan, model, target, shapes if options.all_buckets else some_of(shapes))
+    estimates = [estimate(target, model) for target, model in pairs]
+    print(format_lines(lines), format_estimates(estimates), sep="\n\n")
+    if options.json:
+        found = {"programs": list(map(asdict, lines)), "estimates": list(map(asdict, estimates))}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if any(line.faults for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Steps compiled ahead of time for TPUs, as an engine there would run them: what the chip would need, without one."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jradix.aot import TARGETS, Target, copied_shapes
+from jradix.batch import packed_len
+from jradix.config import StepShape
+from jradix.model.config import ModelConfig
+from jradix.model.weights import abstract_transformer
+from jradix.pallas.geometry import Geometry
+from jradix.pallas.layout import KVLayout
+from jradix.pallas.ops import Kernels, choose
+from jradix.runner import jit_copies, jit_forward
+
+LAYERS = 4
+WIDE = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": 128, "intermediate_size": 512}
+PAGES = 2048  # of a layer
+SHAPES = [StepShape(8, 0, 0, 16), StepShape(8, 32, 2, 16)]
+
+
+@pytest.fixture(params=["v5e", "v6e"])
+def target(request: pytest.FixtureRequest) -> Target:
+    pytest.importorskip("libtpu")
+    return TARGETS[request.param]
+
+
+def parts(target: Target, tiny_path: Callable[[str], Path], page_size: int) -> tuple[ModelConfig, KVLayout, Kernels]:
+    config = ModelConfig.from_hf(json.loads((tiny_path("llama") / "config.json").read_text()) | WIDE)
+    geometry = Geometry(config.q_heads, config.kv_heads, config.head_dim, page_size, "bfloat16")
+    kernels = choose(target.platform, target.device_kind, geometry)
+    layout = KVLayout(LAYERS, PAGES, page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages)
+    return config, layout, kernels
+
+
+@pytest.mark.parametrize("page_size", [16, 8])
+def test_a_step_updates_the_pool_in_place(target: Target, page_size: int, tiny_path: Callable[[str], Path]) -> None:
+    """Pages of 16 tokens go through the kernels, pages of 8 through XLA alone."""
+    config, layout, kernels = parts(target, tiny_path, page_size)
+    assert kernels.name == ("tpu" if page_size == 16 else "xla")
+    model = abstract_transformer(config, dtype=jnp.bfloat16, layer_loop="scan")
+    forward, parameters = jit_forward(model, PAGES, kernels)
+    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
+    next_tokens = jax.ShapeDtypeStruct((9,), jnp.int32)
+    pool_bytes = prod(pool.shape) * 2
+    for shape in SHAPES:
+        arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
+        program = target.compile(forward, parameters, pool, next_tokens, arrays, shape=shape)
+        memory = program.memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == pool_bytes
+        assert memory.temp_size_in_bytes < pool_bytes / 8
+        assert all(prod(sizes) < prod(pool.shape) / 8 for sizes in copied_shapes(program))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_pages_are_copied_within_the_pool(target: Target, joined: bool) -> None:
+    layout = replace(KVLayout(LAYERS, PAGES, page_size=16, kv_heads=2, head_dim=128), joined=joined)
+    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
+    program = target.compile(jit_copies(PAGES), pool, jax.ShapeDtypeStruct((2, 16), jnp.int32))
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == prod(pool.shape) * 2
+    assert memory.temp_size_in_bytes < prod(pool.shape) / 8

@@ -8,6 +8,7 @@ on its way, at an item's end the first block of the next item, so the copies nev
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +89,7 @@ def attend(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=blocks.vmem_limit),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=blocks.vmem_bytes),
         interpret=interpret,
         name="paged_attention",
     )(items.rows, items.starts, items.counts, logits, q, page_table, pool)
@@ -106,102 +107,33 @@ def _kernel(
     out_ref,  # [kv_heads, queries, width], VMEM, as q
     pages_ref,  # [2, max_pages], SMEM, int32: page table of this item and of the next
     lines_ref,  # [2, kv_heads, block_len, line], VMEM, as pool: this block and the next
-    top_ref,  # [kv_heads, queries, LANES], VMEM, f32: highest score so far, the same in all lanes
-    total_ref,  # [kv_heads, queries, LANES], VMEM, f32: sum of weights so far, the same in all lanes
-    mixed_ref,  # [kv_heads, queries, width], VMEM, f32: sum of weights * values so far
-    turns_ref,  # [2], SMEM, int32: which half of pages_ref and of lines_ref is this item's
+    top_ref,  # [kv_heads, queries, LANES], VMEM, f32
+    total_ref,  # [kv_heads, queries, LANES], VMEM, f32
+    mixed_ref,  # [kv_heads, queries, width], VMEM, f32
+    turns_ref,  # [2], SMEM, int32: which half of pages_ref, and of lines_ref, is the next to be used
     pages_sem,  # [2] DMA semaphores, one for each half of pages_ref
     lines_sem,  # [2] DMA semaphores, one for each half of lines_ref
     *,
     scoring: Scoring,
     tile_len: int,
     heads_at_once: int,
-):
+) -> None:
     item, num_items = pl.program_id(0), pl.num_programs(0)
-    kv_heads, queries, width = q_ref.shape
-    page_size = pool_ref.shape[2]
-    block_len = lines_ref.shape[2]
-    block_pages = block_len // page_size
-    group = queries // tile_len
-
-    def next_item(first):
-        return jax.lax.while_loop(
-            lambda i: (i < num_items) & (counts_ref[jnp.minimum(i, num_items - 1)] == 0), lambda i: i + 1, first
-        )
-
-    def first_page(item):
-        if scoring.window is None:
-            return 0
-        return jnp.maximum(starts_ref[item] - (scoring.window - 1), 0) // page_size
-
-    def num_pages(item):
-        return pl.cdiv(starts_ref[item] + counts_ref[item], page_size) - first_page(item)
-
-    def pages_copy(item, turn):
-        return pltpu.make_async_copy(table_ref.at[rows_ref[item]], pages_ref.at[turn], pages_sem.at[turn])
-
-    def line_copies(item, block, turn, act):
-        """One copy a page; all pages of a block report to one semaphore."""
-
-        def copy(i, _):
-            place = pl.ds(pl.multiple_of(i * page_size, page_size), page_size)
-            act(i, lines_ref.at[turn, :, place], lines_sem.at[turn])
-            return 0
-
-        jax.lax.fori_loop(0, jnp.minimum(num_pages(item) - block * block_pages, block_pages), copy, 0)
-
-    def start_lines(item, block, pages_turn, turn):
-        first = first_page(item) + block * block_pages
-
-        def start(i, place, sem):
-            pltpu.make_async_copy(pool_ref.at[pages_ref[pages_turn, first + i]], place, sem).start()
-
-        line_copies(item, block, turn, start)
-
-    def wait_lines(item, block, turn):
-        line_copies(item, block, turn, lambda _, place, sem: pltpu.make_async_copy(pool_ref.at[0], place, sem).wait())
+    kv_heads, block_len = lines_ref.shape[1:3]
+    items, copied = (rows_ref, starts_ref, counts_ref), (table_ref, pool_ref, pages_ref, lines_ref)
+    walk = _Walk(*items, *copied, pages_sem, lines_sem, scoring.window)
+    softmax = _Softmax(top_ref, total_ref, mixed_ref, scoring, tile_len)
 
     @pl.when(item == 0)
     def _():
-        first = next_item(0)
-        turns_ref[0] = 0
-        turns_ref[1] = 0
+        first = walk.next_item(0)
+        turns_ref[0] = turns_ref[1] = 0
 
         @pl.when(first < num_items)
         def _():
-            pages_copy(first, 0).start()
-            pages_copy(first, 0).wait()
-            start_lines(first, 0, 0, 0)
-
-    def add_block(block, turn, masked):
-        """Scores and values of one block, for `heads_at_once` KV heads at a time."""
-        start, end = starts_ref[item], starts_ref[item] + counts_ref[item]
-        first = first_page(item) * page_size + block * block_len
-
-        def add(chunk, _):
-            heads = pl.ds(chunk * heads_at_once, heads_at_once)
-            lines = lines_ref[turn, heads]
-            if masked:
-                place = jax.lax.broadcasted_iota(jnp.int32, lines.shape, 1)
-                # What lies past the last query may be NaN, and 0 * NaN is NaN.
-                lines = jnp.where(first + place < end, lines, 0)
-            keys, values = lines[..., :width], lines[..., lines.shape[-1] - width :]
-            scores = scoring.capped(_dot("nqd,nsd->nqs", q_ref[heads], keys))
-            if masked:
-                query = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) % tile_len
-                place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-                scores = jnp.where(scoring.seen(start + query, first + place), scores, MASKED)
-            old = top_ref[heads]
-            top = jnp.maximum(old, scores.max(axis=-1, keepdims=True))
-            weights = jnp.exp((scores - _widened(top, block_len)) * scoring.exponent)
-            decay = jnp.exp((old - top) * scoring.exponent)
-            top_ref[heads] = top
-            total_ref[heads] = total_ref[heads] * decay + weights.sum(axis=-1, keepdims=True)
-            mixed = _dot("nqs,nsd->nqd", weights.astype(values.dtype), values)
-            mixed_ref[heads] = mixed_ref[heads] * _widened(decay, width) + mixed
-            return 0
-
-        jax.lax.fori_loop(0, kv_heads // heads_at_once, add, 0)
+            walk.start_pages(first, 0)
+            walk.wait_pages(first, 0)
+            walk.start_block(first, 0, 0, 0)
 
     @pl.when(counts_ref[item] == 0)
     def _():
@@ -209,51 +141,194 @@ def _kernel(
 
     @pl.when(counts_ref[item] > 0)
     def _():
-        start, end = starts_ref[item], starts_ref[item] + counts_ref[item]
-        pages_turn = turns_ref[0]
-        following = next_item(item + 1)
+        start, count, pages_turn = starts_ref[item], counts_ref[item], turns_ref[0]
+        following = walk.next_item(item + 1)
         has_next = following < num_items
+        pl.when(has_next)(lambda: walk.start_pages(following, 1 - pages_turn))
+        softmax.start(sinks_ref)
+        num_blocks = walk.num_blocks(item)
 
-        @pl.when(has_next)
-        def _():
-            pages_copy(following, 1 - pages_turn).start()
+        def add_block(block: jax.Array, turn: jax.Array) -> jax.Array:
+            is_last = block + 1 == num_blocks
 
-        query_head = jax.lax.broadcasted_iota(jnp.int32, (queries, LANES), 0) // tile_len
-        for head in range(kv_heads):
-            sink = jnp.full((queries, LANES), sinks_ref[head * group])
-            for i in range(1, group):
-                sink = jnp.where(query_head == i, sinks_ref[head * group + i], sink)
-            top_ref[head] = sink
-        total_ref[...] = jnp.ones_like(total_ref)
-        mixed_ref[...] = jnp.zeros_like(mixed_ref)
-        num_blocks = pl.cdiv(num_pages(item), block_pages)
-
-        def step(block, turn):
-            last = block + 1 == num_blocks
-
-            @pl.when(~last)
+            @pl.when(~is_last)
             def _():
-                start_lines(item, block + 1, pages_turn, 1 - turn)
+                walk.start_block(item, block + 1, pages_turn, 1 - turn)
 
-            @pl.when(last & has_next)
+            @pl.when(is_last & has_next)
             def _():
-                pages_copy(following, 1 - pages_turn).wait()
-                start_lines(following, 0, 1 - pages_turn, 1 - turn)
+                walk.wait_pages(following, 1 - pages_turn)
+                walk.start_block(following, 0, 1 - pages_turn, 1 - turn)
 
-            wait_lines(item, block, turn)
-            first = first_page(item) * page_size + block * block_len
-            whole = first + block_len <= start + 1
+            walk.wait_block(item, block, turn)
+            first = walk.first_page(item) * walk.page_size + block * block_len
+            seen_by_all = first + block_len <= start + 1
             if scoring.window is not None:
-                whole &= first > end - 1 - scoring.window
-            pl.when(whole)(lambda: add_block(block, turn, masked=False))
-            pl.when(~whole)(lambda: add_block(block, turn, masked=True))
+                seen_by_all &= first >= start + count - scoring.window
+
+            def add_heads(mask: _Mask | None) -> None:
+                def add(i: jax.Array, _: None) -> None:
+                    heads = pl.ds(i * heads_at_once, heads_at_once)
+                    softmax.add(heads, q_ref[heads], lines_ref[turn, heads], mask)
+
+                jax.lax.fori_loop(0, kv_heads // heads_at_once, add, None)
+
+            pl.when(seen_by_all)(lambda: add_heads(None))
+            pl.when(~seen_by_all)(lambda: add_heads(_Mask(start, start + count, first)))
             return 1 - turn
 
-        turns_ref[1] = jax.lax.fori_loop(0, num_blocks, step, turns_ref[1])
+        turns_ref[1] = jax.lax.fori_loop(0, num_blocks, add_block, turns_ref[1])
         turns_ref[0] = 1 - pages_turn
-        is_query = jax.lax.broadcasted_iota(jnp.int32, mixed_ref.shape, 1) % tile_len < counts_ref[item]
-        out = mixed_ref[...] / _widened(total_ref[...], width)
-        out_ref[...] = jnp.where(is_query, out, 0.0).astype(out_ref.dtype)
+        out_ref[...] = softmax.result(count).astype(out_ref.dtype)
+
+
+class _Walk(NamedTuple):
+    """The copies that bring items' pages, see `_kernel` for the refs. A `turn` is a half of a double buffer."""
+
+    rows: Any
+    starts: Any
+    counts: Any
+    table: Any
+    pool: Any
+    pages: Any
+    lines: Any
+    pages_sem: Any
+    lines_sem: Any
+    window: int | None
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.shape[2]
+
+    @property
+    def block_pages(self) -> int:
+        return self.lines.shape[2] // self.page_size
+
+    def next_item(self, item: jax.Array | int) -> jax.Array:
+        """The first item with queries from `item` on; the number of items if there is none."""
+        num_items = self.counts.shape[0]
+
+        def is_empty(item: jax.Array) -> jax.Array:
+            return (item < num_items) & (self.counts[jnp.minimum(item, num_items - 1)] == 0)
+
+        return jax.lax.while_loop(is_empty, lambda item: item + 1, jnp.asarray(item, jnp.int32))
+
+    def first_page(self, item: jax.Array) -> jax.Array | int:
+        """The first page that a query of the item sees."""
+        if self.window is None:
+            return 0
+        return jnp.maximum(self.starts[item] - (self.window - 1), 0) // self.page_size
+
+    def num_pages(self, item: jax.Array) -> jax.Array:
+        return pl.cdiv(self.starts[item] + self.counts[item], self.page_size) - self.first_page(item)
+
+    def num_blocks(self, item: jax.Array) -> jax.Array:
+        return pl.cdiv(self.num_pages(item), self.block_pages)
+
+    def _pages_copy(self, item: jax.Array, turn: jax.Array | int) -> Any:
+        return pltpu.make_async_copy(self.table.at[self.rows[item]], self.pages.at[turn], self.pages_sem.at[turn])
+
+    def start_pages(self, item: jax.Array, turn: jax.Array | int) -> None:
+        """The item's row of the page table: all rows' would not fit SMEM's 1 MiB."""
+        self._pages_copy(item, turn).start()
+
+    def wait_pages(self, item: jax.Array, turn: jax.Array | int) -> None:
+        self._pages_copy(item, turn).wait()
+
+    def _each_page(self, item: jax.Array, block: jax.Array | int, act: Callable) -> None:
+        """`act(page of the item, its place in a block)` for the pages of a block that the item has."""
+        first = block * self.block_pages
+
+        def each(i: jax.Array, _: None) -> None:
+            place = pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
+            act(self.first_page(item) + first + i, place)
+
+        num_pages = jnp.minimum(self.num_pages(item) - first, self.block_pages)
+        jax.lax.fori_loop(0, num_pages, each, None)
+
+    def _page_copy(self, page: jax.Array | int, place: Any, turn: jax.Array | int) -> Any:
+        return pltpu.make_async_copy(self.pool.at[page], self.lines.at[turn, :, place], self.lines_sem.at[turn])
+
+    def start_block(
+        self, item: jax.Array, block: jax.Array | int, pages_turn: jax.Array | int, turn: jax.Array | int
+    ) -> None:
+        """One copy a page, which also puts the heads first: all pages of a head become one matrix."""
+
+        def start(page: jax.Array, place: Any) -> None:
+            self._page_copy(self.pages[pages_turn, page], place, turn).start()
+
+        self._each_page(item, block, start)
+
+    def wait_block(self, item: jax.Array, block: jax.Array, turn: jax.Array) -> None:
+        # A wait counts bytes: which page brings them is all the same.
+        self._each_page(item, block, lambda _, place: self._page_copy(0, place, turn).wait())
+
+
+class _Mask(NamedTuple):
+    """Where a block lies: position of the item's first query, of the first key after it, and of the block's first."""
+
+    start: jax.Array
+    end: jax.Array
+    first: jax.Array
+
+
+class _Softmax(NamedTuple):
+    """The softmax over the keys seen so far, in VMEM, f32; every query has a line.
+
+    top: `[kv_heads, queries, LANES]`, highest score, the same in all lanes.
+    total: `[kv_heads, queries, LANES]`, sum of `exp(score - top)`, the same in all lanes.
+    mixed: `[kv_heads, queries, width]`, sum of `exp(score - top) * value`.
+    """
+
+    top: Any
+    total: Any
+    mixed: Any
+    scoring: Scoring
+    tile_len: int
+
+    def start(self, sinks: Any) -> None:
+        """Before the first key there is the sink of each head, a logit that comes with no value.
+
+        One that is `MASKED` is as good as none: its weight of 1 decays to 0 with the first key.
+        """
+        kv_heads, queries, _ = self.top.shape
+        group = queries // self.tile_len
+        member = jax.lax.broadcasted_iota(jnp.int32, (queries, LANES), 0) // self.tile_len
+        for head in range(kv_heads):
+            logit = jnp.full((queries, LANES), sinks[head * group])
+            for i in range(1, group):
+                logit = jnp.where(member == i, sinks[head * group + i], logit)
+            self.top[head] = logit
+        self.total[...] = jnp.ones_like(self.total)
+        self.mixed[...] = jnp.zeros_like(self.mixed)
+
+    def add(self, heads: Any, q: jax.Array, lines: jax.Array, mask: _Mask | None) -> None:
+        """One more block of some KV heads: q `[heads, queries, width]`, lines `[heads, block_len, line]`."""
+        _, block_len, line = lines.shape
+        width, exponent = q.shape[-1], self.scoring.exponent
+        if mask is not None:
+            # What lies past the last query may be NaN, and 0 * NaN is NaN.
+            place = jax.lax.broadcasted_iota(jnp.int32, lines.shape, 1)
+            lines = jnp.where(mask.first + place < mask.end, lines, 0)
+        keys, values = lines[..., :width], lines[..., line - width :]
+        scores = self.scoring.capped(_dot("nqd,nsd->nqs", q, keys))
+        if mask is not None:
+            query = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) % self.tile_len
+            place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+            scores = jnp.where(self.scoring.seen(mask.start + query, mask.first + place), scores, MASKED)
+        old = self.top[heads]
+        top = jnp.maximum(old, scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp((scores - _widened(top, block_len)) * exponent)
+        decay = jnp.exp((old - top) * exponent)
+        self.top[heads] = top
+        self.total[heads] = self.total[heads] * decay + weights.sum(axis=-1, keepdims=True)
+        mixed = _dot("nqs,nsd->nqd", weights.astype(values.dtype), values)
+        self.mixed[heads] = self.mixed[heads] * _widened(decay, width) + mixed
+
+    def result(self, count: jax.Array) -> jax.Array:
+        """Zeros for queries from `count` on, which the tile has not."""
+        is_query = jax.lax.broadcasted_iota(jnp.int32, self.mixed.shape, 1) % self.tile_len < count
+        return jnp.where(is_query, self.mixed[...] / _widened(self.total[...], self.mixed.shape[-1]), 0.0)
 
 
 def _dot(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from jradix.pallas.scoring import Scoring
 from jradix.pallas.tpu_attention import Items, attend
-from jradix.pallas.tpu_blocks import Blocks
+from jradix.pallas.tpu_blocks import MIN_TILE_LEN, Blocks
 
 
 def extend_attention(
@@ -23,10 +23,10 @@ def extend_attention(
     blocks: Blocks,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `ops.extend_attention`; `pool` is joined. Each row's tokens are cut into tiles of `blocks.queries`."""
+    """See `ops.extend_attention`; `pool` is joined. Each row's tokens are cut into tiles."""
     tokens, q_heads, head_dim = q.shape
     rows, kv_heads = page_table.shape[0], pool.shape[1]
-    tile_len = blocks.queries
+    tile_len = min(blocks.tile_len, max(MIN_TILE_LEN, pl.next_power_of_2(tokens // rows)))
     num_tiles = pl.cdiv(tokens, tile_len) + rows - 1  # every row may waste a part of its last tile
     query_lens = jnp.diff(query_starts)
     ends = jnp.cumsum(pl.cdiv(query_lens, tile_len), dtype=jnp.int32)  # [rows], of each row's tiles

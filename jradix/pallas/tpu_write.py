@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jradix.pallas.layout import join
+from jradix.pallas.tpu_blocks import tile_lines
 
 BUFFERS = 16
 AHEAD = 8  # loads on their way; as many stores
@@ -71,11 +72,6 @@ def write_tokens(
     )(tiles, slots, lines, pool)
 
 
-def tile_lines(dtype: jnp.dtype) -> int:
-    """Lines of the smallest piece of a page that a copy can bring: a TPU packs numbers below 32 bits line-wise."""
-    return 8 * 4 // jnp.dtype(dtype).itemsize
-
-
 def _kernel(
     tiles_ref,  # [tokens], SMEM, int32: each token's tile, counted through the pool; -1 for none
     slots_ref,  # [tokens], SMEM, int32: its line in the tile
@@ -113,7 +109,9 @@ def _kernel(
 
     def tile(run):
         at = tiles_ref[runs_ref[run]]
-        return pool_ref.at[at // tiles_a_page, :, pl.ds(pl.multiple_of(at % tiles_a_page * tile_len, tile_len), tile_len)]
+        return pool_ref.at[
+            at // tiles_a_page, :, pl.ds(pl.multiple_of(at % tiles_a_page * tile_len, tile_len), tile_len)
+        ]
 
     def load(run):
         buffer = run % BUFFERS

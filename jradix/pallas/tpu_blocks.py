@@ -1,0 +1,167 @@
+"""Block sizes of the TPU kernels as data, and which shapes the kernels cover: what must fit a chip's memories."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jradix.pallas.layout import LANES
+
+MIB = 1 << 20
+MAX_TABLE_PAGES = 32768
+"""Of a row: two rows of the page table stand in SMEM, which has 1 MiB, and take a quarter of it."""
+MIN_TILE_LEN, MAX_TILE_LEN = 16, 256
+MARGIN = 0.75
+"""Of the VMEM given to a kernel, so much is planned; the rest is for what the compiler spills."""
+
+
+class Chip(NamedTuple):
+    """What a generation likes.
+
+    vmem_bytes: given to a kernel, half of a core's: XLA keeps other arrays of a step in the rest.
+    decode_block_bytes: of keys and values that are on their way while others are multiplied. A copy takes about 1.5 us
+        from its start to its end, in which HBM moves 1.2 MB (v5e), 2.5 MB (v6e), 4 MB (v5p) or 5.5 MB (7x).
+    tile_queries: lines of the matrix that a tile's queries make for a KV head. Keys are read once for them; 240 (v5e),
+        170 (v5p), 560 (v6e) or 310 (7x) operations a byte are what the chip has time for.
+    """
+
+    vmem_bytes: int
+    decode_block_bytes: int
+    tile_queries: int
+
+
+CHIPS = {
+    "v5e": Chip(64 * MIB, 2 * MIB, 512),
+    "v5p": Chip(32 * MIB, 4 * MIB, 512),
+    "v6e": Chip(64 * MIB, 4 * MIB, 1024),
+    "7x": Chip(32 * MIB, 4 * MIB, 512),
+}
+"""By the name that `str(pltpu.get_tpu_info().chip_version)` gives."""
+BLOCK_LEN = 512
+"""Positions of a block, if the bytes above allow: longer ones waste more at the ends of short rows."""
+
+
+class Geometry(NamedTuple):
+    """One device's share of a model's attention."""
+
+    dtype: jax.typing.DTypeLike
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a kernel takes at a time.
+
+    Attributes:
+        pages: pages of a block of keys and values; two such blocks are in VMEM.
+        tile_len: tokens of an extend tile at most; 1 for decode.
+        heads: KV heads that are multiplied at once; divides `kv_heads`.
+        vmem_bytes: limit given to the compiler.
+    """
+
+    pages: int
+    tile_len: int
+    heads: int
+    vmem_bytes: int
+
+
+def decode_blocks(generation: str, geometry: Geometry) -> Blocks:
+    """Blocks for `tpu_decode`, where nothing else counts than that copies never stop."""
+    chip = CHIPS[generation]
+    line_bytes = geometry.kv_heads * _padded(2 * geometry.head_dim, LANES) * geometry.itemsize
+    block_len = min(2 * BLOCK_LEN, chip.decode_block_bytes // line_bytes)
+    heads = max(h for h in range(1, 9) if geometry.kv_heads % h == 0)  # small matrices: several keep the MXU busy
+    return _fitting(Blocks(_pages(block_len, geometry), 1, heads, chip.vmem_bytes), geometry)
+
+
+def extend_blocks(generation: str, geometry: Geometry) -> Blocks:
+    """Blocks for `tpu_extend`, whose tiles are tall enough to be limited by arithmetic."""
+    chip = CHIPS[generation]
+    tile_len = _power_of_two(chip.tile_queries * geometry.kv_heads // geometry.q_heads)
+    tile_len = min(max(tile_len, MIN_TILE_LEN), MAX_TILE_LEN)
+    return _fitting(Blocks(_pages(BLOCK_LEN, geometry), tile_len, 1, chip.vmem_bytes), geometry)
+
+
+def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str]:
+    """Why the kernels do not cover a geometry with rows of up to `max_pages` pages; empty if they do."""
+    dtype, q_heads, kv_heads, head_dim, page_size = geometry
+    if generation not in CHIPS:
+        return [f"no block sizes for TPU {generation}, only for {', '.join(CHIPS)}"]
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return [f"keys and values of {jnp.dtype(dtype)}, not bfloat16 or float32"]
+    reasons = []
+    if page_size % tile_lines(dtype):
+        reasons.append(f"page_size {page_size} is no multiple of {tile_lines(dtype)}, the lines of a {dtype} tile")
+    if q_heads % kv_heads:
+        reasons.append(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+    if head_dim > 2 * LANES:
+        reasons.append(f"head_dim {head_dim} is above {2 * LANES}")
+    if max_pages > MAX_TABLE_PAGES:
+        reasons.append(f"{max_pages} pages a row are more than the {MAX_TABLE_PAGES} that SMEM holds")
+    if not reasons and not all(
+        _fits(choose(generation, geometry), geometry) for choose in (decode_blocks, extend_blocks)
+    ):
+        reasons.append(
+            f"two pages of {page_size} and {MIN_TILE_LEN} queries do not fit {CHIPS[generation].vmem_bytes} bytes"
+        )
+    return reasons
+
+
+def tile_lines(dtype: jax.typing.DTypeLike) -> int:
+    """Lines of the smallest piece of a page that a copy can bring: a TPU packs numbers below 32 bits line-wise."""
+    return 8 * 4 // jnp.dtype(dtype).itemsize
+
+
+def vmem_bytes(blocks: Blocks, geometry: Geometry) -> int:
+    """VMEM that the attention kernel plans to use: what it allocates, and the largest values it computes with."""
+    itemsize, lines = geometry.itemsize, tile_lines(geometry.dtype)
+    line = _padded(2 * geometry.head_dim, LANES)
+    width = geometry.head_dim if geometry.head_dim % LANES == 0 else line
+    block_len = blocks.pages * geometry.page_size
+    queries = _padded(geometry.q_heads // geometry.kv_heads * blocks.tile_len, lines)
+    a_head = (
+        2 * 2 * queries * width * itemsize  # queries and output, while the next come and the last go
+        + 2 * block_len * line * itemsize
+        + queries * (2 * LANES + width) * 4  # the softmax so far
+    )
+    values = 3 * queries * _padded(block_len, LANES) * 4 + block_len * line * itemsize  # scores, weights; masked lines
+    return geometry.kv_heads * a_head + blocks.heads * values
+
+
+def _fits(blocks: Blocks, geometry: Geometry) -> bool:
+    return vmem_bytes(blocks, geometry) <= MARGIN * blocks.vmem_bytes
+
+
+def _fitting(blocks: Blocks, geometry: Geometry) -> Blocks:
+    """Smaller blocks, if these do not fit; as small as can be if none does."""
+    while not _fits(blocks, geometry):
+        if blocks.tile_len > MIN_TILE_LEN:
+            blocks = replace(blocks, tile_len=blocks.tile_len // 2)
+        elif blocks.pages > 1:
+            blocks = replace(blocks, pages=blocks.pages // 2)
+        elif blocks.heads > 1:
+            blocks = replace(blocks, heads=1)
+        else:
+            break
+    return blocks
+
+
+def _pages(block_len: int, geometry: Geometry) -> int:
+    return max(1, _power_of_two(block_len) // geometry.page_size)
+
+
+def _power_of_two(x: int) -> int:
+    """The largest up to `x`."""
+    return 1 << max(0, x.bit_length() - 1)
+
+
+def _padded(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple

@@ -23,9 +23,8 @@ from jradix.pallas.scoring import Scoring
 
 LOG2_E = math.log2(math.e)
 MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
-COPY_REGISTERS = 40
-COMPUTE_REGISTERS = 232
-"""Registers a thread of the copying and of two computing warpgroups: 128 * (40 + 2 * 232) are just below 65536."""
+CHUNK = 128
+"""Columns of the output that are multiplied at a time: twice as many accumulators would leave the registers."""
 
 
 class Tiles(NamedTuple):
@@ -73,6 +72,7 @@ def attend(
     assert lines == lines_each * workers and kv_heads == kv_heads_of(pool), (tiles.q.shape, pool.shape, blocks)
     piece = math.gcd(page_size, block_len)  # the most that lies both in one page and in one block
     exponent = scoring.exponent * LOG2_E
+    chunks = [pl.ds(at, min(CHUNK, head_dim - at)) for at in range(0, head_dim, CHUNK)]
 
     def kernel(*refs: Any) -> None:
         # q: [tiles, kv_heads, lines, head_dim], GMEM, bf16. pool: [pages * kv_heads * 2, page_size, head_dim], GMEM,
@@ -84,7 +84,7 @@ def attend(
         tile, head, split = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("split")
         worker = lax.axis_index("warpgroup")
         row, first, end = rows[tile], firsts[tile], ends[tile]
-        begin = 0 if scoring.window is None else jnp.maximum(first - scoring.window + 1, 0) // piece * piece
+        begin = 0 if scoring.window is None else lax.div(jnp.maximum(first - scoring.window + 1, 0), piece) * piece
         num_blocks = pl.cdiv(end - begin, block_len)
         share = pl.cdiv(num_blocks, splits)
         start = jnp.minimum(split * share, num_blocks)
@@ -92,8 +92,6 @@ def attend(
 
         @pl.when(worker == workers)
         def _copy_blocks() -> None:
-            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-
             @pl.loop(start, stop)
             def _copy_block(block: jax.Array) -> None:
                 stage = lax.rem(block - start, stages)
@@ -101,7 +99,8 @@ def attend(
                 # Page ids are asked for all at once, before the wait: each takes the memory half a microsecond.
                 inside = [position + at < end for at in range(0, block_len, piece)]
                 pages = [
-                    table[row, jnp.minimum(position + at, end - 1) // page_size] for at in range(0, block_len, piece)
+                    table[row, lax.div(jnp.minimum(position + at, end - 1), page_size)]
+                    for at in range(0, block_len, piece)
                 ]
 
                 @pl.when(block - start >= stages)
@@ -128,7 +127,6 @@ def attend(
 
         @pl.when(worker < workers)
         def _compute() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             mine = pl.ds(worker * lines_each, lines_each)
             plgpu.copy_gmem_to_smem(
                 q.at[tile, head, mine], q_smem.at[worker, pl.ds(0, lines_each)], q_arrived.at[worker]
@@ -137,9 +135,9 @@ def attend(
             shape = (LINES, block_len)
             line = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-            q_pos = first + (line + worker * LINES) // group
+            q_pos = first + lax.div(line + worker * LINES, group)
 
-            def add_block(block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+            def add_block(block: jax.Array, carry: tuple[jax.Array, jax.Array, list[jax.Array]]) -> Any:
                 top, total, mixed = carry
                 stage = lax.rem(block - start, stages)
                 position = begin + block * block_len
@@ -172,21 +170,26 @@ def attend(
 
                     plgpu.barrier_wait(cleaned)
 
-                def multiply_values(acc: Any) -> jax.Array:
-                    plgpu.wgmma(acc, p_smem.at[worker], v_smem.at[stage])
-                    return acc[...]
+                def multiply_values(columns: Any) -> jax.Array:
+                    def multiply(acc: Any) -> jax.Array:
+                        plgpu.wgmma(acc, p_smem.at[worker], v_smem.at[stage, :, columns])
+                        return acc[...]
 
-                more = pl.run_scoped(multiply_values, plgpu.ACC((LINES, head_dim), jnp.float32))
+                    return pl.run_scoped(multiply, plgpu.ACC((LINES, columns.size), jnp.float32))
+
+                mixed = [_scaled(m, decay) + multiply_values(columns) for m, columns in zip(mixed, chunks, strict=True)]
                 plgpu.barrier_arrive(freed.at[stage])
-                return new_top, total, mixed * lax.broadcast_in_dim(decay, mixed.shape, [0]) + more
+                return new_top, total, mixed
 
             top = plgpu.layout_cast(jnp.full((LINES,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
             total = plgpu.layout_cast(jnp.full((LINES,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            mixed = plgpu.layout_cast(jnp.full((LINES, head_dim), 0.0, jnp.float32), plgpu.Layout.WGMMA)
+            mixed = [
+                plgpu.layout_cast(jnp.zeros((LINES, columns.size), jnp.float32), plgpu.Layout.WGMMA) for columns in chunks
+            ]
             top, total, mixed = lax.fori_loop(start, stop, add_block, (top, total, mixed))
             total = jnp.where(total > 0, total, 1.0)
-            mixed = mixed / lax.broadcast_in_dim(total, mixed.shape, [0])
-            q_smem[worker] = mixed.astype(q.dtype)
+            for m, columns in zip(mixed, chunks, strict=True):
+                q_smem[worker, :, columns] = _scaled(m, 1.0 / total).astype(q.dtype)
             lse_smem[worker] = jnp.maximum(top * exponent, MASKED) + jnp.log(total) * LOG2_E
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_smem.at[worker, pl.ds(0, lines_each)], out.at[split, tile, head, mine])
@@ -220,3 +223,33 @@ def attend(
     )
     lines_of_pool = pool.reshape(-1, page_size, head_dim)
     return call(tiles.q, lines_of_pool, page_table, tiles.rows, tiles.first, tiles.end)
+
+
+def _scaled(lines: jax.Array, factors: jax.Array) -> jax.Array:
+    return lines * lax.broadcast_in_dim(factors, lines.shape, [0])
+
+
+def merge(mixes: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """One attention of all parts.
+
+    Args:
+        mixes: `[splits, ..., head_dim]`, as from `attend`.
+        lse: `[splits, ...]`.
+        sinks: logits of their own that come with no value; broadcast against the end of `lse`.
+
+    Returns:
+        `[..., head_dim]`, typed like `mixes`.
+    """
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32) * LOG2_E
+    elif len(mixes) == 1:
+        return mixes[0]
+    top = lse.max(axis=0)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp2(lse - top)
+    total = weights.sum(axis=0)
+    if sinks is not None:
+        total += jnp.exp2(sinks - top)
+    mixed = (weights[..., None] * mixes.astype(jnp.float32)).sum(axis=0)
+    return (mixed / total[..., None]).astype(mixes.dtype)

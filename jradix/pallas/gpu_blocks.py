@@ -1,0 +1,91 @@
+"""Block sizes of the Mosaic GPU kernels, and what these kernels do not cover.
+
+Shared memory of a Hopper multiprocessor is 227 KB, and takes some 64 KB of keys and values on the way to keep its
+share of the memory's bandwidth busy (36 bytes a nanosecond for 1 microsecond). Sizes were chosen by that and by what
+the compiler puts into registers.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+LINES = 64
+"""Lines of a matmul that one warpgroup does; fewer take as long."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+SHARED_MEMORY = 232_448
+"""Bytes that a thread block may have."""
+MAX_GROUP = 2 * LINES
+"""Query heads of a KV head: a third computing warpgroup would leave too few registers to each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a thread block works.
+
+    Attributes:
+        warpgroups: that compute, `LINES` lines of queries each; one more copies.
+        block_len: positions of keys and values that arrive and are multiplied together.
+        stages: blocks that shared memory holds.
+    """
+
+    warpgroups: int
+    block_len: int
+    stages: int
+
+    @property
+    def lines(self) -> int:
+        return self.warpgroups * LINES
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory for 16-bit queries, keys, values and weights, and what reductions and barriers take."""
+        numbers = self.lines * (head_dim + self.block_len) + 2 * self.stages * self.block_len * head_dim
+        return 2 * numbers + 4 * self.lines + 4096
+
+
+DECODE = {64: Blocks(1, 128, 4), 128: Blocks(1, 128, 2), 256: Blocks(1, 64, 2)}
+EXTEND = {64: Blocks(2, 128, 3), 128: Blocks(2, 128, 2), 256: Blocks(1, 64, 2)}
+"""By the largest head_dim that they are for."""
+
+
+def decode_blocks(head_dim: int, group: int) -> Blocks:
+    """For `group` query heads of a KV head, which all must fit into a tile."""
+    return _widened(_of(DECODE, head_dim), group)
+
+
+def extend_blocks(head_dim: int, group: int) -> Blocks:
+    """For tiles of as many queries of `group` heads as fit."""
+    return _widened(_of(EXTEND, head_dim), group)
+
+
+def _of(table: dict[int, Blocks], head_dim: int) -> Blocks:
+    return table[min(size for size in table if size >= head_dim)]
+
+
+def _widened(blocks: Blocks, group: int) -> Blocks:
+    return Blocks(max(blocks.warpgroups, -(-group // LINES)), blocks.block_len, blocks.stages)
+
+
+def unsupported(
+    dtype: DTypeLike, head_dim: int, page_size: int, group: int, compute_capability: str | float = "9.0"
+) -> list[str]:
+    """Why the kernels do not cover a model on a chip; empty if they do.
+
+    Args:
+        dtype: of queries and pool.
+        group: query heads of a KV head.
+        compute_capability: of the chip, as `jax.Device` has it.
+    """
+    reasons = []
+    if not 9.0 <= float(compute_capability) < 10.0:
+        reasons.append(f"wgmma instructions need compute capability 9, not {compute_capability}")
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"tensor cores have no {jnp.dtype(dtype)}: they round it to 10 bits")
+    if head_dim % 16 or not 16 <= head_dim <= max(DECODE):
+        reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
+    if page_size % 8:
+        reasons.append(f"page size {page_size} is no multiple of the 8 lines of a tile in shared memory")
+    if group > MAX_GROUP:
+        reasons.append(f"{group} query heads of a KV head are more than the {MAX_GROUP} lines of a tile")
+    return reasons

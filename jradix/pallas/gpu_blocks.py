@@ -7,8 +7,7 @@ the compiler puts into registers.
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jradix.pallas.geometry import Geometry
 
 LINES = 64
 """Lines of a matmul that one warpgroup does; fewer take as long."""
@@ -49,14 +48,14 @@ EXTEND = {64: Blocks(2, 128, 3), 128: Blocks(2, 128, 2), 256: Blocks(1, 64, 2)}
 """By the largest head_dim that they are for."""
 
 
-def decode_blocks(head_dim: int, group: int) -> Blocks:
-    """For `group` query heads of a KV head, which all must fit into a tile."""
-    return _widened(_of(DECODE, head_dim), group)
+def decode_blocks(geometry: Geometry) -> Blocks:
+    """All query heads of a KV head must fit into a tile."""
+    return _widened(_of(DECODE, geometry.head_dim), geometry.group)
 
 
-def extend_blocks(head_dim: int, group: int) -> Blocks:
-    """For tiles of as many queries of `group` heads as fit."""
-    return _widened(_of(EXTEND, head_dim), group)
+def extend_blocks(geometry: Geometry) -> Blocks:
+    """A tile takes as many queries, with all their heads of a KV head, as fit."""
+    return _widened(_of(EXTEND, geometry.head_dim), geometry.group)
 
 
 def _of(table: dict[int, Blocks], head_dim: int) -> Blocks:
@@ -67,25 +66,18 @@ def _widened(blocks: Blocks, group: int) -> Blocks:
     return Blocks(max(blocks.warpgroups, -(-group // LINES)), blocks.block_len, blocks.stages)
 
 
-def unsupported(
-    dtype: DTypeLike, head_dim: int, page_size: int, group: int, compute_capability: str | float = "9.0"
-) -> list[str]:
-    """Why the kernels do not cover a model on a chip; empty if they do.
-
-    Args:
-        dtype: of queries and pool.
-        group: query heads of a KV head.
-        compute_capability: of the chip, as `jax.Device` has it.
-    """
+def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
+    """Why the kernels do not cover a model on a chip, whose `compute_capability` is "9.0" or so; empty if they do."""
+    _, _, head_dim, page_size, dtype = geometry
     reasons = []
     if not 9.0 <= float(compute_capability) < 10.0:
         reasons.append(f"wgmma instructions need compute capability 9, not {compute_capability}")
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        reasons.append(f"tensor cores have no {jnp.dtype(dtype)}: they round it to 10 bits")
+    if dtype not in ("bfloat16", "float16"):
+        reasons.append(f"tensor cores have no {dtype}: they round it to 10 bits")
     if head_dim % 16 or not 16 <= head_dim <= max(DECODE):
         reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
     if page_size % 8:
         reasons.append(f"page size {page_size} is no multiple of the 8 lines of a tile in shared memory")
-    if group > MAX_GROUP:
-        reasons.append(f"{group} query heads of a KV head are more than the {MAX_GROUP} lines of a tile")
+    if geometry.group > MAX_GROUP:
+        reasons.append(f"{geometry.group} query heads of a KV head are more than the {MAX_GROUP} lines of a tile")
     return reasons

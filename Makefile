@@ -1,7 +1,7 @@
 # make demo and make test work on a fresh machine: each sets up .venv first.
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench lock clean venv-demo venv-dev
+.PHONY: help demo test lint format bench aot aot-gpu lock clean venv-demo venv-dev venv-cuda
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,19 +25,26 @@ bench: venv-demo ## the benchmarks of docs/performance.md on this machine
 	$(BIN)/python scripts/bench_raw.py
 	$(BIN)/python scripts/bench_prefix.py
 
+aot: venv-dev ## compile every step program for four generations of TPUs, without one (AOT_ARGS="--targets v6e")
+	$(BIN)/python scripts/aot_check.py --all-buckets $(AOT_ARGS)
+
+aot-gpu: venv-cuda ## the same for an H200: installs jax's CUDA plug-in, 4 GB, into .venv-cuda
+	.venv-cuda/bin/python scripts/aot_check.py --targets h200 --all-buckets $(AOT_ARGS)
+
 # A pin stays while pyproject.toml allows it: make lock LOCK_ARGS=--upgrade takes the newest of everything,
 # LOCK_ARGS="--upgrade-package jax" of one package.
 lock: venv-dev ## resolve pyproject.toml into requirements/*.txt
 	$(call COMPILE,dev) --extra demo --extra server --extra dev
 	$(call COMPILE,demo) --extra demo --constraints requirements/dev.txt
+	$(call COMPILE,cuda) --extra cuda --constraints requirements/dev.txt
 
 COMPILE = $(BIN)/uv pip compile pyproject.toml --group build --output-file requirements/$(1).txt \
 	--python $(BIN)/python --python-version 3.12 --universal --generate-hashes --quiet \
 	--no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" $(LOCK_ARGS)
 
 clean: ## remove .venv, caches and build output
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jradix scripts tests -name __pycache__ -type d -exec rm -rf {} +
 
-venv-demo venv-dev: venv-%:
+venv-demo venv-dev venv-cuda: venv-%:
 	@scripts/setup_venv.sh $*

@@ -3,17 +3,20 @@
 #
 #     scripts/setup_venv.sh demo    # requirements/demo.txt: what running jradix and the demo needs
 #     scripts/setup_venv.sh dev     # requirements/dev.txt: all of demo, and what testing needs
+#     scripts/setup_venv.sh cuda    # requirements/cuda.txt into .venv-cuda: jradix with jax's CUDA plug-in
 #
-# Does nothing when .venv already holds that lock. PYTHON=/path/to/python chooses the interpreter.
+# Does nothing when the environment already holds that lock. PYTHON=/path/to/python chooses the interpreter.
 # Package index settings are the user's own (pip.conf, PIP_* variables): none stands here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 lock=${1:-}
 if [ ! -f "requirements/$lock.txt" ]; then
-    echo "usage: scripts/setup_venv.sh demo|dev" >&2
+    echo "usage: scripts/setup_venv.sh demo|dev|cuda" >&2
     exit 2
 fi
+venv=.venv
+if [ "$lock" = cuda ]; then venv=.venv-cuda; fi
 
 # A name on PATH may be a shim that fails, and a distribution's Python may lack venv: try before trusting.
 is_usable() {
@@ -48,12 +51,12 @@ find_python() {
 
 # The stamp is a copy of everything that decides what gets installed.
 is_current() {
-    cat "requirements/$1.txt" pyproject.toml 2>/dev/null | cmp -s - ".venv/installed-$1"
+    cat "requirements/$1.txt" pyproject.toml 2>/dev/null | cmp -s - "$venv/installed-$1"
 }
 
-# The scripts in .venv/bin name its absolute path: after the repository has moved, they run nothing.
+# The scripts in its bin/ name its absolute path: after the repository has moved, they run nothing.
 is_in_place() {
-    is_usable .venv/bin/python && grep -qF "$(pwd -P)/.venv/" .venv/bin/pip 2>/dev/null
+    is_usable "$venv/bin/python" && grep -qF "$(pwd -P)/$venv/" "$venv/bin/pip" 2>/dev/null
 }
 
 if is_in_place; then
@@ -62,19 +65,19 @@ if is_in_place; then
     fi
 else
     python=$(find_python)
-    echo "Creating .venv with $("$python" --version) ($python)"
-    "$python" -m venv --clear .venv
+    echo "Creating $venv with $("$python" --version) ($python)"
+    "$python" -m venv --clear "$venv"
 fi
 
 quiet=-qq # errors only
 if [ -t 1 ]; then quiet=; fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-echo "Installing requirements/$lock.txt into .venv (about a minute, and a gigabyte of disk)"
-rm -f .venv/installed-*
+echo "Installing requirements/$lock.txt into $venv (a minute or more; a gigabyte of disk, five with CUDA)"
+rm -f "$venv"/installed-*
 # --no-deps: the lock is complete, and leaves out what must not be installed (see the demo extra in pyproject.toml).
 # --only-binary: a package without a wheel for this Python is an error at once, not minutes of compiling.
 # --no-compile: bytecode is written for what is imported, when it is.
 pip install $quiet --no-deps --require-hashes --only-binary :all: --no-compile -r "requirements/$lock.txt"
 pip install -qq --no-deps --no-build-isolation --editable .
-cat "requirements/$lock.txt" pyproject.toml >".venv/installed-$lock"
+cat "requirements/$lock.txt" pyproject.toml >"$venv/installed-$lock"

@@ -13,6 +13,7 @@ from flax import nnx
 from jradix.model.attention import AttentionInputs
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
+from jradix.pallas.ops import XLA, Kernels
 
 
 # Compiling is what these tests cost: without LLVM's optimizations it takes half the time.
@@ -37,11 +38,13 @@ class PagedDriver:
     model: Transformer
     page_size: int
     num_pages: int = 128
+    kernels: Kernels = XLA
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
-        layout = KVLayout(config.layers, self.num_pages, self.page_size, config.kv_heads, config.head_dim)
+        sizes = (config.layers, self.num_pages, self.page_size, config.kv_heads, config.head_dim)
+        layout = KVLayout(*sizes, joined=self.kernels.joined_pages)
         self.graphdef, self.params = nnx.split(self.model)
         self.pool = jnp.full(layout.shape, jnp.nan, self.model.embed[...].dtype)
         self.free = list(range(self.num_pages - 1, 0, -1))[::2] + list(range(self.num_pages - 1, 0, -1))[1::2]
@@ -71,6 +74,7 @@ class PagedDriver:
             seq_lens=_int32([row.cached_len + len(tokens) for row, tokens in pairs]),
             query_starts=_int32(np.cumsum([0] + [len(tokens) for _, tokens in extend])),
             pages_per_layer=self.num_pages,
+            kernels=self.kernels,
         )
         logits, self.pool = step(
             self.graphdef,

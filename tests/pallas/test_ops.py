@@ -1,0 +1,47 @@
+"""Which implementation a device gets, and the reasons it is given."""
+
+import pytest
+
+from jradix.pallas.geometry import Geometry
+from jradix.pallas.ops import choose
+
+LLAMA = Geometry(q_heads=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_every_tpu_generation_has_kernels(kind: str) -> None:
+    kernels = choose("tpu", kind, LLAMA, max_pages=512)
+    assert (kernels.name, kernels.reasons) == ("tpu", ())
+    assert kernels.joined_pages
+
+
+def test_hopper_has_kernels_and_older_gpus_take_the_xla_path() -> None:
+    assert choose("gpu", "9.0", LLAMA, max_pages=512).name == "gpu"
+    older = choose("gpu", "8.0", LLAMA, max_pages=512)
+    assert older.name == "xla"
+    assert "8.0" in older.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("platform", "device", "change", "reason"),
+    [
+        ("tpu", "TPU v4", {}, "TPU v4"),
+        ("tpu", "TPU v6 lite", {"page_size": 8}, "page_size 8"),
+        ("tpu", "TPU v6 lite", {"head_dim": 512}, "head_dim 512"),
+        ("tpu", "TPU v6 lite", {"dtype": "float16"}, "float16"),
+        ("gpu", "9.0", {"dtype": "float32"}, "float32"),
+        ("gpu", "9.0", {"head_dim": 40}, "head_dim 40"),
+        ("gpu", "9.0", {"page_size": 4}, "4"),
+        ("cpu", "cpu", {}, "cpu"),
+    ],
+)
+def test_what_kernels_do_not_cover_is_named(platform: str, device: str, change: dict[str, object], reason: str) -> None:
+    kernels = choose(platform, device, LLAMA._replace(**change), max_pages=512)  # pyright: ignore[reportArgumentType]
+    assert kernels.name == "xla"
+    assert any(reason in given for given in kernels.reasons)
+
+
+def test_a_tpu_keeps_the_joined_layout_without_kernels() -> None:
+    """Its lines would be padded to twice their length in a split one."""
+    assert choose("tpu", "TPU v6 lite", LLAMA._replace(page_size=8), max_pages=512).joined_pages
+    assert not choose("cpu", "cpu", LLAMA, max_pages=512).joined_pages

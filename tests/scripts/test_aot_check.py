@@ -1,0 +1,64 @@
+"""The ahead-of-time check: what it compiles, what it calls a fault, and its estimates."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("aot_check")
+
+
+def test_a_program_fails_for_a_pool_not_aliased_large_temporaries_and_pool_sized_copies(check: Any) -> None:
+    assert check.find_faults(GIB, GIB // 50, GIB, 1000, {(10,)}) == []
+    [not_aliased] = check.find_faults(0, 0, GIB, 1000, set())
+    [temporaries] = check.find_faults(GIB, GIB // 10, GIB, 1000, set())
+    [copy] = check.find_faults(GIB, 0, GIB, 1000, {(10, 100)})
+    assert "in place" in not_aliased
+    assert "10.0%" in temporaries
+    assert "[10, 100]" in copy
+
+
+def test_a_model_too_large_for_a_chip_is_compiled_with_fewer_layers(check: Any) -> None:
+    engine = check.EngineConfig(model_path="", page_size=64, context_length=8192)
+    small, large = (check.Plan.of(check.TARGETS[target], "llama-3.1-8b", engine) for target in ("v5e", "h200"))
+    assert small.config.layers < large.config.layers == 32
+    assert check.weight_bytes(small.config) <= 0.85 * 16e9 / 2
+    assert 15e9 < check.weight_bytes(large.config) < 17e9
+
+
+def test_estimates_are_bytes_over_bandwidth_and_operations_over_peak(check: Any) -> None:
+    found = check.estimate("v6e", "llama-3.1-8b")
+    weights, kv = 15.0e9, 64 * 1024 * 2 * 32 * 8 * 128 * 2  # without the embedding, which is not read whole
+    assert found.decode_ms == pytest.approx(1e3 * (weights + kv) / 1640e9, rel=0.01)
+    assert found.prefill_ms == pytest.approx(1e3 * 2 * 6.98e9 * 2048 / 918e12, rel=0.05)  # and a little attention
+    assert found.fits
+    assert not check.estimate("v5e", "llama-3.1-8b").fits
+
+
+def test_a_model_s_steps_compile_for_a_tpu(check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("libtpu")
+    path = tmp_path / "aot.json"
+    sizes = ["--context-length", "8192", "--max-running-requests", "8", "--chunked-prefill-size", "32"]
+    status = check.main(["--targets", "v5e", "--models", "smollm2-135m", *sizes, "--json", str(path)])
+    programs = json.loads(path.read_text())["programs"]
+    assert [program["program"] for program in programs] == [
+        "copy of pages",
+        "8 decode rows, 128 pages a row",
+        "0 decode rows + 16 tokens of 1 rows, 128 pages a row",
+        "8 decode rows + 32 tokens of 8 rows, 128 pages a row",
+    ]
+    assert {program["kernels"] for program in programs} == {"tpu"}
+    assert not any(program["faults"] for program in programs)
+    assert status == 0
+    assert "estimate" in capsys.readouterr().out

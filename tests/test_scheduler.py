@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jradix.cache.render import rows
 from jradix.request import RequestState
 from tests.paper_device import VOCAB, PaperDevice, serial_output
 
@@ -186,6 +187,26 @@ def test_retraction_gives_pages_back_and_changes_no_output() -> None:
     assert device.scheduler.num_retractions > 0
     device.check_outputs()
     device.check_idle()
+
+
+def test_a_request_that_waits_for_room_leaves_no_trace_on_the_prefix_it_hits() -> None:
+    """Tried again in every step, it must not make the prefix look often or recently used."""
+    device = PaperDevice(num_pages=21, page_size=4, chunk=64)
+    for first in (0, 20):
+        device.add([first + i for i in range(16)], max_new_tokens=1)
+        device.run()
+    hog = device.add([45] * 20, max_new_tokens=30)
+    waiting = device.add([*range(16), *range(10, 46)], max_new_tokens=2)
+    while not hog.output_ids:
+        device.step()
+    before, clock = rows(device.cache), device.cache.clock
+    for _ in range(8):
+        device.step()
+    assert waiting.state is RequestState.WAITING
+    assert (rows(device.cache), device.cache.clock) == (before, clock)
+    device.run()
+    assert waiting.cached_tokens == 16
+    device.check_outputs()
 
 
 def test_after_pressure_the_batch_grows_back() -> None:

@@ -18,9 +18,7 @@ def cache_prompt(cache: PrefixCache, tokens: list[int], priority: int = 0) -> No
     lock = cache.lock(match, priority=priority)
     new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
     assert new is not None
-    done = cache.insert(tokens, np.concatenate([match.pages, new]), lock)
-    cache.free(done.pages[done.num_tokens // cache.page_size :])
-    cache.unlock(lock)
+    cache.finish(tokens, np.concatenate([match.pages, new]), lock)
 
 
 def squeeze(cache: PrefixCache, num_pages: int) -> None:
@@ -199,8 +197,8 @@ def test_stale_entries_of_the_queue_are_swept() -> None:
     cache_prompt(cache, [1, 2, 3])
     for _ in range(10_000):
         cache.unlock(cache.lock(cache.match([1, 2, 3])))
-    assert isinstance(cache._queue, HeapQueue)
-    assert len(cache._queue._heap) < 100
+    assert isinstance(cache._contents.queue, HeapQueue)
+    assert len(cache._contents.queue._heap) < 100
     cache.check()
 
 

@@ -16,8 +16,7 @@ def healthy() -> tuple[PrefixCache, Node, Node, Node]:
         lock = cache.lock(match)
         new = cache.allocate(4 - match.num_tokens)
         assert new is not None
-        cache.insert(tokens, [*match.pages, *new], lock)
-        cache.unlock(lock)
+        cache.finish(tokens, [*match.pages, *new], lock)
     cache.check()
     root = cache._tree.roots[None]
     (top,) = (root.children or {}).values()
@@ -68,8 +67,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[PrefixCache, Node, Node, Node], object], 
         lambda cache, top, left, right: bump(left, "last_access", 9),
         "used after its parent",
     ),
-    "a leaf missing from the queue": (lambda cache, top, left, right: cache._queue.discard(left), "misses its place"),
-    "a parent in the queue": (lambda cache, top, left, right: cache._queue.add(top), "has a place in the queue"),
+    "a leaf missing from the queue": (
+        lambda cache, top, left, right: cache._contents.queue.discard(left),
+        "misses its place",
+    ),
+    "a parent in the queue": (
+        lambda cache, top, left, right: cache._contents.queue.add(top),
+        "has a place in the queue",
+    ),
     "a stale key in the queue": (lambda cache, top, left, right: bump(left, "last_access", -1), "is queued under"),
     "an abandoned root": (lambda cache, top, left, right: cache._tree.root("x"), "neither nodes nor locks"),
 }

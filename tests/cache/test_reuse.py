@@ -112,8 +112,7 @@ def request(cache: PrefixCache, prompt: list[int]) -> int:
     lock = cache.lock(match)
     pages = cache.allocate(len(prompt) - match.num_tokens)
     assert pages is not None
-    cache.insert(prompt, np.concatenate([match.pages, pages]), lock)
-    cache.unlock(lock)
+    cache.finish(prompt, np.concatenate([match.pages, pages]), lock)
     return match.num_tokens
 
 

@@ -107,30 +107,42 @@ class GhostTable:
         self._shift = 32 - num_bits
         self._tags = array("I", bytes(4 << num_bits))  # 0: nothing here
         self._records = array("q", bytes(8 << num_bits))  # time of the last access * 256 + uses
+        self._ahead = array("I", bytes(4 << num_bits))  # bytes of tokens from this page to the last of its run
         self._page_bytes = page_size * TOKEN_BYTES
 
     def put(self, tokens: bytes, uses: int, last_access: int) -> None:
         """A run of pages has been evicted."""
         record = last_access * 256 + min(uses, MAX_USES)
-        for page in (tokens[: self._page_bytes], tokens[-self._page_bytes :]):
-            checksum = crc32(page)
-            self._tags[checksum >> self._shift] = checksum | 1
-            self._records[checksum >> self._shift] = record
+        last = len(tokens) - self._page_bytes
+        for start in (0, last) if last else (0,):
+            checksum = crc32(tokens[start : start + self._page_bytes])
+            slot = checksum >> self._shift
+            self._tags[slot], self._records[slot], self._ahead[slot] = checksum | 1, record, last - start
 
     def take(self, tokens: bytes) -> list[tuple[int, int, int]]:
         """(pages, last access, uses) of the runs at the head of `tokens`, up to the last page that is remembered."""
-        tags, shift, page_bytes = self._tags, self._shift, self._page_bytes
+        page_bytes = self._page_bytes
         runs: list[tuple[int, int, int]] = []
-        begin = 0
-        for end in range(page_bytes, len(tokens) + 1, page_bytes):
-            checksum = crc32(tokens[end - page_bytes : end])
-            slot = checksum >> shift
-            if tags[slot] == checksum | 1:
-                tags[slot] = 0
+        start = begin = 0
+        while start < len(tokens):
+            slot = self._find(tokens, start)
+            if slot >= 0:
                 # A page between two remembered ones belongs to the run that ends at the second.
-                runs.append(((end - begin) // page_bytes, self._records[slot] >> 8, self._records[slot] & 255))
-                begin = end
+                num_pages = (start - begin) // page_bytes + 1
+                runs.append((num_pages, self._records[slot] >> 8, self._records[slot] & 255))
+                begin = start + page_bytes
+                self._tags[slot] = 0
+                last = start + self._ahead[slot]
+                if begin <= last < len(tokens) and self._find(tokens, last) >= 0:
+                    start = last - page_bytes  # nothing between them needs to be looked up
+            start += page_bytes
         return runs
+
+    def _find(self, tokens: bytes, start: int) -> int:
+        """The slot of the page at byte `start`, -1 if it is not remembered."""
+        checksum = crc32(tokens[start : start + self._page_bytes])
+        slot = checksum >> self._shift
+        return slot if self._tags[slot] == checksum | 1 else -1
 
 
 class ReuseQueue:

@@ -73,8 +73,7 @@ def worth_by_age(started: float, reused: list[float]) -> list[float]:
     points = [(0.0, 0.0)]  # time kept and hits up to the start of each bucket
     time = hits = 0.0
     for bucket, count in enumerate(reused):
-        waiting = max(started - hits, 0.0)
-        time += max(waiting - count / 2, 1e-9) * (_BUCKET_STARTS[bucket + 1] - _BUCKET_STARTS[bucket])
+        time += max(started - hits - count / 2, 1e-9) * (_BUCKET_STARTS[bucket + 1] - _BUCKET_STARTS[bucket])
         hits += count
         points.append((time, hits))
     # The best slope from a point to any later one leads to the next corner of the concave hull of all later points,

@@ -38,7 +38,8 @@ def explain(
 ) -> Explanation:
     """Where the match of a prompt ends and why. Changes nothing; not for hot paths.
 
-    Removals are known only to a cache made with ``journal=True``, and only those of full pages. `decode` turns ids to text for the sentence.
+    Removals are known only to a cache made with ``journal=True``, and only those of full pages. `decode` turns ids to
+    text for the sentence.
     """
     num_asked = len(token_ids)
     match = cache.match(token_ids, namespace)

@@ -72,7 +72,8 @@ def worth_by_age(started: float, reused: list[float]) -> list[float]:
     """
     points = [(0.0, 0.0)]  # time kept and hits up to the start of each bucket
     time = hits = 0.0
-    for bucket, count in enumerate(reused):
+    num_buckets = max((bucket + 1 for bucket, count in enumerate(reused) if count), default=0)  # worth 0 after those
+    for bucket, count in enumerate(reused[:num_buckets]):
         time += max(started - hits - count / 2, 1e-9) * (_BUCKET_STARTS[bucket + 1] - _BUCKET_STARTS[bucket])
         hits += count
         points.append((time, hits))
@@ -80,7 +81,7 @@ def worth_by_age(started: float, reused: list[float]) -> list[float]:
     # which a scan from the end keeps on a stack, each corner with the slope from it to the next.
     worth = [0.0] * NUM_BUCKETS
     hull = [(time, hits, -inf)]
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+    for bucket in range(num_buckets - 1, -1, -1):
         time, hits = points[bucket]
         while True:
             corner_time, corner_hits, onward = hull[-1]

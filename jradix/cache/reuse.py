@@ -121,28 +121,25 @@ class GhostTable:
 
     def take(self, tokens: bytes) -> list[tuple[int, int, int]]:
         """(pages, last access, uses) of the runs at the head of `tokens`, up to the last page that is remembered."""
-        page_bytes = self._page_bytes
+        tags, shift, page_bytes, num_bytes = self._tags, self._shift, self._page_bytes, len(tokens)
         runs: list[tuple[int, int, int]] = []
         start = begin = 0
-        while start < len(tokens):
-            slot = self._find(tokens, start)
-            if slot >= 0:
+        while start < num_bytes:
+            checksum = crc32(tokens[start : start + page_bytes])
+            slot = checksum >> shift
+            if tags[slot] == checksum | 1:
+                tags[slot] = 0
                 # A page between two remembered ones belongs to the run that ends at the second.
                 num_pages = (start - begin) // page_bytes + 1
                 runs.append((num_pages, self._records[slot] >> 8, self._records[slot] & 255))
                 begin = start + page_bytes
-                self._tags[slot] = 0
                 last = start + self._ahead[slot]
-                if begin <= last < len(tokens) and self._find(tokens, last) >= 0:
-                    start = last - page_bytes  # nothing between them needs to be looked up
+                if begin <= last < num_bytes:
+                    checksum = crc32(tokens[last : last + page_bytes])
+                    if tags[checksum >> shift] == checksum | 1:
+                        start = last - page_bytes  # nothing between them needs to be looked up
             start += page_bytes
         return runs
-
-    def _find(self, tokens: bytes, start: int) -> int:
-        """The slot of the page at byte `start`, -1 if it is not remembered."""
-        checksum = crc32(tokens[start : start + self._page_bytes])
-        slot = checksum >> self._shift
-        return slot if self._tags[slot] == checksum | 1 else -1
 
 
 class ReuseQueue:

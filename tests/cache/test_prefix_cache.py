@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jradix.cache import Counters, Insert, Lock, Namespace, PrefixCache, StaleMatchError
+from jradix.cache.explain import explain
+from jradix.cache.render import rows, to_dot, to_html, to_json, to_text
 
 
 def counts(cache: PrefixCache) -> dict[str, int]:
@@ -560,6 +562,30 @@ def test_chains_of_thousands_of_nodes_need_no_recursion() -> None:
     cache.unlock(lock)
     cache.check()
     assert cache.flush() == 4_999
+
+
+def test_nothing_that_looks_at_a_deep_tree_needs_recursion() -> None:
+    """Events, pictures, explanations, pins, flushes, and evictions of a chain of 3,000 nodes."""
+    cache = PrefixCache(3_100, 1, journal=True, max_pinned_pages=3_000)
+    request = Running(cache, list(range(3_000)))
+    for length in range(1, 3_001):
+        request.insert(length)
+    request.finish()
+    assert cache.journal is not None
+    assert len(cache.journal.drain()) == 3_000
+    assert len(rows(cache, max_nodes=4_000)) == 3_000
+    for picture in (to_text, to_json, to_dot, to_html):
+        assert picture(cache)
+    assert explain(cache, [*range(2_500), 0]).diverged_at == 2_500
+    assert cache.pin("all", list(range(2_900))) == 2_900
+    assert cache.num_allocatable_beside(cache.match(list(range(2_950)))) == 150
+    assert cache.flush_prefix(list(range(2_950))) == 51
+    assert explain(cache, list(range(3_000))).reason == "flushed"
+    cache.pins.remove("all")
+    cache.free(take(cache, 200))
+    assert explain(cache, list(range(3_000))).reason == "evicted"
+    assert cache.flush() == 2_900
+    cache.check()
 
 
 def test_a_very_long_prompt_in_small_chunks_needs_no_recursion() -> None:

@@ -1,4 +1,4 @@
-"""The prefix cache as the scheduler sees it: match, lock, allocate, insert, unlock; eviction happens inside."""
+"""The prefix cache as the scheduler sees it: match, lock, allocate, insert, finish; eviction happens inside."""
 
 import logging
 from collections.abc import Hashable, Iterable
@@ -12,14 +12,7 @@ from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
 from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
-from jradix.cache.radix import (
-    TOKEN_BYTES,
-    Node,
-    RadixTree,
-    TokenIds,
-    as_page_ids,
-    as_token_bytes,
-)
+from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
 
 LOG = logging.getLogger(__name__)
 

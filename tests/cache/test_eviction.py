@@ -129,15 +129,15 @@ def test_tail_lru_first_gives_up_what_no_latency_target_needs() -> None:
 
 def test_a_policy_can_give_up_the_output_of_a_request_and_keep_its_prompt() -> None:
     """Of 16 tokens the last 10 may be computed again, among them all 8 of the output, but not all of the prompt."""
-    cache = PrefixCache(20, 1, eviction_policy=TailLRU(uncached_len=10))
-    other, tokens = [1] * 3, [5] * 16
+    cache = PrefixCache(28, 1, eviction_policy=TailLRU(uncached_len=10))
+    other, tokens = [1] * 12, [5] * 16
     cache_prompt(cache, other)
     lock = cache.lock(cache.match([]))
     pages = cache.allocate(16)
     assert pages is not None
     cache.finish(tokens, pages, lock, prompt_len=8)
     squeeze(cache, 8)
-    assert (hit_tokens(cache, other), hit_tokens(cache, tokens)) == (3, 8), "though the output is the most recent"
+    assert (hit_tokens(cache, other), hit_tokens(cache, tokens)) == (12, 8), "though the output is the most recent"
 
 
 def test_looking_up_does_not_count_as_use() -> None:

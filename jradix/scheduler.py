@@ -200,17 +200,15 @@ class Scheduler:
         Returns the match, or None, and nothing changed.
         """
         match = self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
-        # Before counting what is evictable: the match may be part of it.
-        lock = self.cache.lock(match, recomputation=request.num_retractions > 0)
         # Beside others it must have room for a decoded token too, or it would be retracted at once.
         need = self._pages_for(request.seq_len + bool(self.running)) - len(match.pages)
         need += sum(self._expected_pages(other) for other in self.running)
-        if need > self.cache.num_allocatable:
-            self.cache.unlock(lock)
+        # Not locked before it is admitted: to be tried again in every step is no use of the prefix.
+        if need > self.cache.num_allocatable_beside(match):
             return None
         request.change_state(RequestState.RUNNING)
         request.slot = self._free_slots.pop()
-        request.lock = lock
+        request.lock = self.cache.lock(match, recomputation=request.num_retractions > 0)
         request.num_pages = len(match.pages)
         self.page_tables[request.slot, : request.num_pages] = match.pages
         request.computed_len = match.num_tokens
@@ -264,15 +262,13 @@ class Scheduler:
     def _release(self, request: Request, num_tokens: int) -> None:
         """Leave `num_tokens` computed tokens to the cache and give back pages, lock and slot."""
         assert request.lock is not None
-        if num_tokens > request.prompt_len:
-            self._insert(request, request.prompt_len)  # a node of its own, so that output is evicted before prompt
-        self._insert(request, num_tokens)
-        held = request.lock.num_tokens // self.page_size
-        table = self.page_tables[request.slot]
-        if num_tokens > request.lock.num_tokens:
-            held += self.cache.insert_tail(request.token_ids(num_tokens), int(table[held]), request.lock)
-        self.cache.free(table[held : request.num_pages].copy())
-        self.cache.unlock(request.lock)
+        self.cache.finish(
+            request.token_ids(num_tokens),
+            self.page_tables[request.slot, : request.num_pages],
+            request.lock,
+            request.namespace,
+            prompt_len=request.prompt_len,
+        )
         self._free_slots.append(request.slot)
         request.lock, request.slot, request.num_pages = None, -1, 0
 

@@ -5,7 +5,7 @@
 
 A trace is JSONL. Lines with `hash_ids` (the format of the Mooncake traces) name blocks of equal tokens, here of
 `--block-len` tokens each; lines with `prompt` are texts, one token a byte. Requests run one after another, each through
-the calls that the scheduler makes: match, lock, allocate, insert, unlock.
+the calls that the scheduler makes: match, lock, allocate, finish.
 
 Beside the policies stand two bounds. *infinite*: nothing is ever evicted. *optimum*: Belady's rule with knowledge of
 the future. After each request the pages of nearest next use stay, however many the request itself needed while it ran.
@@ -129,17 +129,11 @@ def serve(cache: PrefixCache, prompt: TokenIds, tokens: TokenIds) -> int | None:
     match = cache.match(prompt[:-1])
     lock = cache.lock(match)
     new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
-    if new is not None:
-        table = np.concatenate([match.pages, new])
-        if len(tokens) > len(prompt):
-            table = cache.insert(prompt, table, lock).pages
-        done = cache.insert(tokens, table, lock)
-        held = done.num_tokens // cache.page_size
-        if len(tokens) > done.num_tokens:
-            held += cache.insert_tail(tokens, int(done.pages[held]), lock)
-        cache.free(done.pages[held:])
-    cache.unlock(lock)
-    return None if new is None else match.num_tokens + match.head_len
+    if new is None:
+        cache.unlock(lock)
+        return None
+    cache.finish(tokens, np.concatenate([match.pages, new]), lock, prompt_len=len(prompt))
+    return match.num_tokens + match.head_len
 
 
 def replay(

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jradix.cache.render import rows
 from jradix.request import RequestState
 from tests.paper_device import VOCAB, PaperDevice, serial_output
 
@@ -188,6 +189,84 @@ def test_retraction_gives_pages_back_and_changes_no_output() -> None:
     device.check_idle()
 
 
+def test_a_request_that_waits_for_room_leaves_no_trace_on_the_prefix_it_hits() -> None:
+    """Tried again in every step, it must not make the prefix look often or recently used."""
+    device = PaperDevice(num_pages=21, page_size=4, chunk=64)
+    for first in (0, 20):
+        device.add([first + i for i in range(16)], max_new_tokens=1)
+        device.run()
+    hog = device.add([45] * 20, max_new_tokens=30)
+    waiting = device.add([*range(16), *range(10, 46)], max_new_tokens=2)
+    while not hog.output_ids:
+        device.step()
+    before, clock = rows(device.cache), device.cache.clock
+    for _ in range(8):
+        device.step()
+    assert waiting.state is RequestState.WAITING
+    assert (rows(device.cache), device.cache.clock) == (before, clock)
+    device.run()
+    assert waiting.cached_tokens == 16
+    device.check_outputs()
+
+
+def test_a_retracted_request_holds_nothing_and_what_it_computed_can_be_evicted() -> None:
+    device = PaperDevice(num_pages=16, page_size=4, chunk=64, rows=8)
+    for i in range(6):
+        device.add([i * 3 + 1, 2, 3, 4, 5], max_new_tokens=30)
+    while not device.scheduler.num_retractions:
+        device.step()
+    [retracted] = [request for request in device.scheduler.waiting if request.num_retractions]
+    assert (retracted.lock, retracted.num_pages, retracted.slot) == (None, 0, -1)
+    held = sum(request.lock.num_tokens // 4 for request in device.scheduler.running if request.lock is not None)
+    assert device.cache.num_protected == held, "prompts of one page each, which nobody shares"
+    device.run()
+    device.check_idle()
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_decoding_needs_no_page_more_than_the_rows_at_a_page_edge(spare: int) -> None:
+    """Of four rows two need a page for their next token, and those that need none come first and last."""
+    device = PaperDevice(num_pages=6 + spare, page_size=4, chunk=64, rows=4)
+    for first, length in ((10, 3), (20, 4), (30, 4), (40, 3)):
+        device.add([first] * length, max_new_tokens=2)
+    device.run()
+    assert bool(device.scheduler.num_retractions or len(set(device.batch_sizes)) > 1) == (spare < 0)
+    device.check_outputs()
+    device.check_idle()
+
+
+def test_no_more_requests_run_than_there_are_pages_however_short_they_are() -> None:
+    device = PaperDevice(num_pages=3, page_size=64, chunk=64, rows=8)
+    requests = [device.add([i], max_new_tokens=5) for i in range(10)]
+    while device.scheduler.has_work:
+        device.step()
+        device.check()
+        assert len(device.scheduler.running) <= 3
+    device.collect_all()
+    assert all(len(request.output_ids) == 5 for request in requests)
+    device.check_idle()
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("past", [-16, -4, -1, 0, 1, 4, 16])
+def test_hits_around_the_size_of_a_chunk_leave_the_rest_to_compute(past: int, page_size: int) -> None:
+    """Beside rows that decode; the missing part is shorter than a chunk, as long as one, and longer."""
+    chunk = 32
+    device = PaperDevice(num_pages=200, page_size=page_size, chunk=chunk)
+    shared = [t % VOCAB for t in range(chunk + past)]
+    device.add(shared, max_new_tokens=1)
+    device.run()
+    device.add([49, 48, 47], max_new_tokens=60)
+    for i, rest in enumerate((0, 1, chunk - 1, chunk, 70)):
+        request = device.add([*shared, 30 + i, *range(rest)])
+        while not request.output_ids:
+            device.step()
+        assert request.cached_tokens == len(shared)
+    device.run()
+    device.check_outputs()
+    device.check_idle()
+
+
 def test_after_pressure_the_batch_grows_back() -> None:
     device = PaperDevice(num_pages=40, page_size=4, chunk=64, rows=8)
     for i in range(8):
@@ -223,9 +302,10 @@ def test_decode_rows_that_share_a_prefix_stand_side_by_side() -> None:
     device.check_outputs()
 
 
+@pytest.mark.parametrize("page_size", [4, 16], ids=["whole pages", "copied heads"])
 @pytest.mark.parametrize("when", range(12))
-def test_abort_at_any_moment_leaks_nothing_and_disturbs_nobody(when: int) -> None:
-    device = PaperDevice(num_pages=60, page_size=4, chunk=8)
+def test_abort_at_any_moment_leaks_nothing_and_disturbs_nobody(when: int, page_size: int) -> None:
+    device = PaperDevice(num_pages=60, page_size=page_size, chunk=8)
     shared = list(range(20))
     requests = [device.add([*shared, 30 + i], max_new_tokens=4) for i in range(4)]
     for _ in range(when):

@@ -38,7 +38,8 @@ def explain(
 ) -> Explanation:
     """Where the match of a prompt ends and why. Changes nothing; not for hot paths.
 
-    Removals are known only to a cache made with ``journal=True``. `decode` turns ids to text for the sentence.
+    Removals are known only to a cache made with ``journal=True``, and only those of full pages. `decode` turns ids to
+    text for the sentence.
     """
     num_asked = len(token_ids)
     match = cache.match(token_ids, namespace)
@@ -63,7 +64,8 @@ def explain(
             return answer("other namespace", f"more of it is cached, but in namespace {other!r}", namespace=other)
     place, cached = _closest(cache, token_ids, namespace, match.node, match.num_tokens)
     if not cached or place == 0:
-        return answer("unseen", "nothing that continues it has been cached")
+        removed = "no full page that did is known to have gone" if cache.journal else "what has gone is not recorded"
+        return answer("unseen", f"nothing in the cache continues it, and {removed}")
     if place == num_asked:
         return answer("short", f"more follows, but fewer than {cache.granularity} tokens are not copied")
     own = [int(token) for token in token_ids[place : place + SHOWN]]

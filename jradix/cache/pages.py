@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 FREE, PRIVATE, TREE = 0, 1, 2
 STATE_NAMES = ("free", "private", "in the tree")
-FEW_PAGES = 24  # up to so many a Python loop sets states in less than the 2 us that numpy's indexing takes
+FEW_PAGES = 24  # up to so many a Python loop reads or sets states in less than the 1 to 2 us that numpy takes
 
 PageIds = npt.NDArray[np.int32]
 
@@ -89,7 +89,9 @@ class PageAllocator:
         self.num_free = top
 
     def _all_in(self, page_ids: PageIds, state: int) -> bool:
-        return self._state.take(page_ids).tobytes().count(state) == len(page_ids)
+        if len(page_ids) > FEW_PAGES:
+            return self._state.take(page_ids).tobytes().count(state) == len(page_ids)
+        return [self._bytes[page] for page in page_ids.tolist()].count(state) == len(page_ids)
 
     def _set(self, page_ids: PageIds, state: int) -> None:
         if len(page_ids) > FEW_PAGES:

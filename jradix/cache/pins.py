@@ -34,7 +34,7 @@ class Pins:
     @property
     def num_pages(self) -> int:
         """Distinct pages under pins. O(nodes on the pinned paths)."""
-        return sum(node.num_pages for node in self._counts())
+        return sum(node.num_pages for node in self.count_by_node())
 
     def add(self, name: Hashable, lock: Lock, expires_at: float | None = None) -> bool:
         """Take over `lock` under `name`, replacing an older pin of that name.
@@ -73,9 +73,9 @@ class Pins:
 
     def num_releasable(self) -> int:
         """Pages that would become evictable if all pins went: those that no request holds beside them."""
-        return sum(node.num_pages for node, num_pins in self._counts().items() if node.ref_count == num_pins)
+        return sum(node.num_pages for node, num_pins in self.count_by_node().items() if node.ref_count == num_pins)
 
-    def _counts(self) -> dict[Node, int]:
+    def count_by_node(self) -> dict[Node, int]:
         """How many pins lie on each node."""
         counts: dict[Node, int] = {}
         for pin in self._pins.values():

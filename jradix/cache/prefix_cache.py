@@ -1,28 +1,18 @@
-"""The prefix cache as the scheduler sees it: match, lock, allocate, insert, unlock; eviction happens inside."""
+"""The prefix cache as the scheduler sees it: match, lock, allocate, insert, finish; eviction happens inside."""
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from jradix.cache.eviction import Policy, make_queue
+from jradix.cache.contents import Contents
+from jradix.cache.eviction import Policy
 from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
-from jradix.cache.journal import Journal, Removal
-from jradix.cache.pages import PRIVATE, PageAllocator, PageIds
+from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
-from jradix.cache.radix import (
-    TOKEN_BYTES,
-    Node,
-    RadixTree,
-    Root,
-    TokenIds,
-    as_page_ids,
-    as_token_bytes,
-)
-from jradix.cache.reuse import ReuseQueue
-from jradix.cache.statistics import CacheStatistics, Counters
+from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
 
 LOG = logging.getLogger(__name__)
 
@@ -34,8 +24,7 @@ class PrefixCache:
     or *evictable* (in the tree, unlocked); the four always sum to `num_total`.
 
     The life of a request: ``match`` its prompt without the last token, ``lock`` the match, ``allocate`` pages for the
-    rest, compute, ``insert`` what has been computed (as often as wanted), and at the end ``insert_tail`` the page that
-    is not full, ``free`` the other pages past ``Insert.num_tokens`` and ``unlock``.
+    rest, compute, ``insert`` what has been computed (as often as wanted), and ``finish``.
 
     A match may go on inside a page, its *head*: the request can copy that page on the device into one of its own and
     compute only what follows. Nothing protects or touches the page that is copied.
@@ -65,17 +54,13 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self._min_copied_tokens = min_copied_tokens
-        self._pages = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size)
-        self._queue = make_queue(eviction_policy, num_pages, page_size)
-        self.journal = Journal(num_pages, page_size) if journal else None
-        self._learner = self._queue if isinstance(self._queue, ReuseQueue) else None
-        self.statistics = CacheStatistics()
+        self._contents = Contents(num_pages, page_size, eviction_policy, journal)
+        self._pages, self._tree = self._contents.pages, self._contents.tree
+        self.journal, self.statistics = self._contents.journal, self._contents.statistics
         self.pins = Pins(num_pages // 4 if max_pinned_pages is None else max_pinned_pages, self.unlock)
         self._has_complained = False
         self._num_protected = 0
         self._num_locks = 0
-        self._clock = 0  # counts locks and inserts
 
     @property
     def num_total(self) -> int:
@@ -101,6 +86,21 @@ class PrefixCache:
     def num_allocatable(self) -> int:
         """Pages that `allocate` could give: free, evictable, and those that only pins protect."""
         return self.num_free + self.num_evictable + (self.pins.num_releasable() if self.pins else 0)
+
+    def num_allocatable_beside(self, match: Match) -> int:
+        """What `num_allocatable` would be if `match`, which is not stale, were locked: its pages are no room for it."""
+        num_pins = self.pins.count_by_node() if self.pins else {}
+        num_pages, node = self.num_allocatable, match.node
+        while node is not None:
+            if node.ref_count == num_pins.get(node, 0):  # no request holds it
+                num_pages -= max(0, min(node.end, match.num_tokens) - node.start) // self.page_size
+            node = node.parent
+        return num_pages
+
+    @property
+    def clock(self) -> int:
+        """Counts locks and inserts: the time of the cache, in which recency is told."""
+        return self._contents.clock
 
     @property
     def granularity(self) -> int:
@@ -133,16 +133,16 @@ class PrefixCache:
     def lock(self, match: Match, *, priority: int = 0, recomputation: bool = False) -> Lock:
         """Protect the matched prefix from eviction until `unlock`, and count it as used now.
 
-        Lock before counting what is evictable. Raises StaleMatchError, changing nothing, if some of the matched pages
-        have been evicted or flushed since the match. The request enters the statistics at its first `insert`, unless
-        it is a `recomputation`: one that was retracted and would count twice. `priority`: for the policy of that name;
-        a page keeps the highest of the requests that used it.
+        Count what is evictable after it, or with `num_allocatable_beside`. Raises StaleMatchError, changing nothing, if
+        some of the matched pages have been evicted or flushed since the match. The request enters the statistics at its
+        first `insert`, unless it is a `recomputation`: one that was retracted and would count twice. `priority`: for
+        the policy of that name; a page keeps the highest of the requests that used it.
         """
         node = self._end_node(match)
-        self._tick()
+        self._contents.tick()
         self._num_locks += 1
         self._protect(node, None, priority)
-        return Lock(node, match.namespace, self._clock, priority, None if recomputation else match)
+        return Lock(node, match.namespace, self.clock, priority, None if recomputation else match)
 
     def unlock(self, lock: Lock) -> None:
         """End the protection. Pages without another lock become evictable; none is freed. AssertionError if repeated.
@@ -153,6 +153,7 @@ class PrefixCache:
         assert end is not None, "this lock has been unlocked already"
         lock.node = None
         self._num_locks -= 1
+        learner = self._contents.learner
         node: Node | None = end
         while node is not None:
             node.ref_count -= 1
@@ -160,14 +161,14 @@ class PrefixCache:
                 node.reach = end.reach
             if not node.ref_count:
                 self._num_protected -= node.num_pages
-                if self._learner is not None and node.parent is not None:
-                    self._learner.idle(node)
+                if learner is not None and node.parent is not None:
+                    learner.idle(node)
             # Recency is brought up to date here, once for all inserts under this lock: while it was held it did not
             # matter, and to touch the whole path in each insert would make a chunked prefill quadratic.
             if node.last_access < lock.time:  # noqa: PLR1730 - max() would double the loop's time
                 node.last_access = lock.time
             node = node.parent
-        self._offer(end)
+        self._contents.offer(end)
 
     def allocate(self, num_pages: int, owner: Hashable = None) -> PageIds | None:
         """Private pages for a request, [num_pages] int32, evicting unlocked leaves as needed.
@@ -181,7 +182,7 @@ class PrefixCache:
             while num_pages > self.num_free + self.num_evictable:
                 self.pins.remove_oldest()
         if num_pages > self.num_free:
-            self._evict(num_pages - self.num_free, owner)
+            self._contents.evict(num_pages - self.num_free, owner)
         return self._pages.take(num_pages)
 
     def pin(
@@ -244,65 +245,58 @@ class PrefixCache:
 
         node, num_matched, passed = self._tree.walk(top, tokens)
         if start + num_matched < node.end:
-            node = self._split(node, start + num_matched)
-        lock.time = self._tick()
+            node = self._contents.split(node, start + num_matched)
+        lock.time = self._contents.tick()
         if passed:
             num_shared = num_matched // self.page_size
             self._pages.give_back(own[:num_shared])
             own[:num_shared] = as_page_ids(b"".join(passed))
         if start + num_matched < end:
             new = own[num_matched // self.page_size :]
-            known = self._drop_tail_within(node, tokens[num_matched * TOKEN_BYTES :][: self._tree.page_bytes])
-            self._pages.adopt(new)
-            self.statistics.of(namespace).inserted_tokens += len(new) * self.page_size - known
-            if self.journal is not None:
-                self.journal.stored(namespace, node, tokens[num_matched * TOKEN_BYTES :], new)
-            node = self._tree.add_leaf(node, tokens[num_matched * TOKEN_BYTES :], new.tobytes(), self._clock)
-            if self._learner is not None:
-                self._recall(node)
+            node = self._contents.add_leaf(node, namespace, tokens[num_matched * TOKEN_BYTES :], new)
         self._protect(node, top, lock.priority)
         lock.node = node
         return Insert(table, end)
 
-    def insert_tail(self, token_ids: TokenIds, page: int, lock: Lock) -> bool:
-        """Keep a finished request's computed tokens past its last whole page, which `page` holds, for others to copy.
+    def finish(
+        self,
+        token_ids: TokenIds,
+        pages: npt.ArrayLike,
+        lock: Lock,
+        namespace: Hashable | None = None,
+        *,
+        prompt_len: int | None = None,
+    ) -> None:
+        """End a request, for whatever reason: leave what it has computed to others, give back all its other pages.
 
-        True: the tree has taken the page, evictable at once. False: it stays private, because the tokens are cached
-        already, or there are none, or nothing is to be copied.
+        Arguments as for `insert`; nothing new is inserted if `token_ids` are no longer than the lock. The last page, if
+        it is not full, stays as a tail for others to copy. prompt_len: the prompt gets a node of its own, so that the
+        output after it is evicted first.
         """
+        if prompt_len is not None and prompt_len < len(token_ids):
+            pages = self.insert(token_ids[:prompt_len], pages, lock, namespace).pages
+        table, _ = self.insert(token_ids, pages, lock, namespace)
+        held = lock.num_tokens // self.page_size
+        if len(token_ids) > lock.num_tokens:
+            held += self._insert_tail(token_ids[lock.num_tokens :], int(table[held]), lock)
+        self._pages.give_back(table[held:])
+        self.unlock(lock)
+
+    def _insert_tail(self, token_ids: TokenIds, page: int, lock: Lock) -> bool:
+        """Keep tokens after the lock, fewer than a page, in `page`. False: it stays private, being of no use."""
+        if not self.enabled or self._min_copied_tokens is None or len(token_ids) < self._min_copied_tokens:
+            return False
         node = lock.node
         assert node is not None, "this lock has been unlocked already"
-        if not self.enabled or self._min_copied_tokens is None or len(token_ids) == node.end:
-            return False
-        tail = as_token_bytes(token_ids[node.end :])
-        assert len(tail) < self._tree.page_bytes, "the whole pages come first: insert them"
-        if len(tail) < self._min_copied_tokens * TOKEN_BYTES:
-            return False
-        node.reach = max(node.reach, len(token_ids))
-        leaf = self._tree.closest(node, tail)
-        is_new = leaf is None or not leaf.tokens.startswith(tail)
-        if leaf is None or is_new:
-            known = self._drop_tail_within(node, tail)
-            pages = np.array([page], np.int32)
-            self._pages.require(pages, PRIVATE)
-            self._pages.adopt(pages)
-            self.statistics.of(lock.namespace).inserted_tokens += len(tail) // TOKEN_BYTES - known
-            leaf = self._tree.add_leaf(node, tail, pages.tobytes(), lock.time)
-        elif leaf.tokens != tail:
-            return False
-        self._queue.discard(leaf)
-        leaf.uses += 1
-        leaf.priority = max(leaf.priority, lock.priority)
-        leaf.last_access = max(leaf.last_access, lock.time)
-        self._queue.add(leaf)
-        return is_new
+        node.reach = max(node.reach, node.end + len(token_ids))
+        return self._contents.add_tail(node, lock.namespace, as_token_bytes(token_ids), page, lock.time, lock.priority)
 
     def flush(self) -> int:
         """Drop every unlocked node and return the number of pages freed.
 
         Prefixes locked by running requests stay, and stay matchable: `num_protected` says how many pages.
         """
-        return self._drop(list(self._tree.roots.values()))
+        return self._contents.drop(list(self._tree.roots.values()))
 
     def flush_prefix(self, token_ids: TokenIds = (), namespace: Hashable | None = None) -> int:
         """Drop every unlocked page whose tokens, counted from position 0, begin with `token_ids`.
@@ -319,9 +313,9 @@ class PrefixCache:
         if num_tokens < whole:
             return 0
         if whole < node.end:
-            node = self._split(node, whole)
+            node = self._contents.split(node, whole)
         rest = tokens[whole * TOKEN_BYTES :]
-        return self._drop([child for child in (node.children or {}).values() if child.tokens.startswith(rest)])
+        return self._contents.drop([child for child in (node.children or {}).values() if child.tokens.startswith(rest)])
 
     def check(self, private_pages: Iterable[int] = (), *, strict: bool = True) -> list[str]:
         """A sentence for every broken invariant, none if all hold. O(size of cache).
@@ -332,7 +326,7 @@ class PrefixCache:
         violations = find_violations(
             self._pages,
             self._tree,
-            self._queue,
+            self._contents.queue,
             num_protected=self._num_protected,
             num_locks=self._num_locks,
             private_pages=private_pages,
@@ -353,121 +347,20 @@ class PrefixCache:
             node = node.parent
         if node.parent is None or node.end < match.num_tokens:
             raise StaleMatchError("pages of this match have been evicted since: match again, then lock")
-        return node if node.end == match.num_tokens else self._split(node, match.num_tokens)
-
-    def _split(self, node: Node, end: int) -> Node:
-        """Cut `node` at token `end`; returns the upper part. The lower one may have another place in the queue now."""
-        upper = self._tree.split(node, end)
-        if node.ticket:
-            self._queue.discard(node)
-            self._queue.add(node)
-        return upper
-
-    def _tick(self) -> int:
-        self._clock += 1
-        if self._learner is not None:
-            self._learner.tick(self._clock)
-        return self._clock
-
-    def _recall(self, leaf: Node) -> None:
-        """Give those pages of a new leaf that had been evicted, always the first ones, their number of uses back."""
-        assert self._learner is not None
-        num_pages, uses = self._learner.returned(leaf.tokens, self._clock)
-        if num_pages:
-            whole = num_pages == leaf.num_pages
-            known = leaf if whole else self._tree.split(leaf, leaf.start + num_pages * self.page_size)
-            known.uses = uses
+        return node if node.end == match.num_tokens else self._contents.split(node, match.num_tokens)
 
     def _protect(self, node: Node | None, top: Node | None, priority: int) -> None:
         """Add a lock to the nodes from `node` up to, not including, `top`."""
+        queue, learner = self._contents.queue, self._contents.learner
         while node is not top:
             assert node is not None, "the lock's node is not above the node to protect"
             if not node.ref_count:
                 self._num_protected += node.num_pages
-                self._queue.discard(node)
-                if self._learner is not None and node.last_access < self._clock and node.parent is not None:
-                    self._learner.reused(node, self._clock)
+                queue.discard(node)
+                if learner is not None and node.last_access < self.clock and node.parent is not None:
+                    learner.reused(node, self.clock)
             node.ref_count += 1
             node.uses += 1
             if node.priority < priority:  # noqa: PLR1730 - max() would double the loop's time
                 node.priority = priority
             node = node.parent
-
-    def _drop_tail_within(self, node: Node, tokens: bytes) -> int:
-        """Free the tail below `node` with which `tokens`, at most a page and about to enter there, begin, if any.
-
-        Returns how many tokens it had, which are not new then.
-        """
-        tail = self._tree.tail_within(node, tokens)
-        if tail is None:
-            return 0
-        self._queue.discard(tail)
-        self._tree.detach(tail)
-        self._pages.reclaim(as_page_ids(tail.pages))
-        return tail.num_tokens
-
-    def _offer(self, node: Node) -> None:
-        """Queue `node` for eviction if it is an unlocked leaf now; forget it if it is an unlocked, empty root."""
-        if node.children is None and not node.ref_count:
-            if isinstance(node, Root):
-                self._tree.roots.pop(node.namespace, None)
-            else:
-                self._queue.add(node)
-
-    def _evict(self, num_pages: int, owner: Hashable) -> None:
-        """Free exactly `num_pages` pages, trimming the last leaf from its tail. The caller knows that so many exist."""
-        tree, queue, learner = self._tree, self._queue, self._learner
-        freed: list[bytes] = []
-        missing = num_pages
-        while missing > 0:
-            leaf = queue.first()
-            available = len(leaf.pages) // TOKEN_BYTES
-            gone = leaf.tokens if available <= missing else leaf.tokens[-missing * tree.page_bytes :]
-            self._counters(leaf).evicted_tokens += len(gone) // TOKEN_BYTES
-            if learner is not None and not tree.is_tail(leaf):  # of tails nothing is learned
-                learner.evicted(gone, leaf.uses, leaf.last_access)
-            if available > missing:
-                freed.append(tree.trim(leaf, missing))
-                break
-            queue.discard(leaf)
-            freed.append(leaf.pages)
-            missing -= available
-            self._offer(tree.detach(leaf))
-        page_ids = as_page_ids(b"".join(freed))
-        if self.journal is not None:
-            self.journal.removed(page_ids, Removal("evicted", self._clock, num_pages, owner))
-        self._pages.reclaim(page_ids)
-
-    def _counters(self, node: Node) -> Counters:
-        assert node.root is not None, "a root has no pages to count"
-        return self.statistics.of(node.root.namespace)
-
-    def _drop(self, tops: list[Node]) -> int:
-        """Drop the unlocked nodes among `tops` and below; returns the number of pages freed."""
-        freed: list[bytes] = []
-        pending = list(tops)
-        while pending:
-            node = pending.pop()
-            if node.parent is None or node.ref_count:
-                pending.extend((node.children or {}).values())
-                continue
-            parent = self._tree.detach(node)
-            counters = self._counters(node)
-            for below in self._dismantle(node):
-                freed.append(below.pages)
-                counters.flushed_tokens += below.num_tokens
-            self._offer(parent)
-        page_ids = as_page_ids(b"".join(freed))
-        if self.journal is not None:
-            self.journal.removed(page_ids, Removal("flushed", self._clock))
-            if not self._tree.roots:
-                self.journal.cleared()
-        self._pages.reclaim(page_ids)
-        return len(page_ids)
-
-    def _dismantle(self, top: Node) -> Iterator[Node]:
-        """Take apart a detached subtree without locks. Unlinked nodes leave no cycles behind."""
-        for node in self._tree.subtree(top):
-            self._queue.discard(node)
-            node.parent = node.children = None
-            yield node

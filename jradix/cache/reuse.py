@@ -11,13 +11,15 @@ the Gittins index of the problem "when to give up waiting", and close to the hit
 NSDI 2018). The leaf of least worth goes first. Where reuse gets less likely with age this is LRU within a class; where
 pages come back only after longer than the pool can hold them all, it keeps some of them for long and drops the rest at
 once, which LRU cannot. As long as nothing has been learned, it is LRU.
+
+All of it is plain Python: numpy takes longer for a handful of numbers than their arithmetic.
 """
 
+from array import array
+from bisect import bisect_right
 from heapq import heapify, heappop, heappush
-from math import inf, log2
-
-import numpy as np
-import numpy.typing as npt
+from math import exp, inf, log2
+from zlib import crc32
 
 from jradix.cache.radix import TOKEN_BYTES, Node
 
@@ -32,15 +34,12 @@ MEMORY = 64  # updates after which old observations count 1/e
 
 NOTHING = (inf, 0)  # the rank of no leaf
 
-_BUCKET_STARTS = 2.0 ** (np.arange(NUM_BUCKETS + 1) / BUCKETS_PER_OCTAVE) - 1.0  # ticks
-
-
-_CLASSES = np.searchsorted(CLASS_STARTS, np.arange(MAX_USES + 1), side="right").clip(1) - 1  # by uses
-_CLASS_LIST = _CLASSES.tolist()
+_CLASSES = [max(0, bisect_right(CLASS_STARTS, uses) - 1) for uses in range(MAX_USES + 1)]  # by uses
+_BUCKET_STARTS = [2.0 ** (bucket / BUCKETS_PER_OCTAVE) - 1.0 for bucket in range(NUM_BUCKETS + 1)]  # ticks
 
 
 def class_of(uses: int) -> int:
-    return _CLASS_LIST[uses] if uses < MAX_USES else NUM_CLASSES - 1
+    return _CLASSES[uses] if uses < MAX_USES else NUM_CLASSES - 1
 
 
 def bucket_of(age: int) -> int:
@@ -48,92 +47,99 @@ def bucket_of(age: int) -> int:
     return min(int(log2(1 + age) * BUCKETS_PER_OCTAVE), NUM_BUCKETS - 1)
 
 
-def buckets_of(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.minimum(np.log2(1 + ages) * BUCKETS_PER_OCTAVE, NUM_BUCKETS - 1).astype(np.int64)
-
-
 class ReuseTimes:
     """Histograms of reuse times by class, and the worth tables computed from them."""
 
     def __init__(self) -> None:
-        self.started = np.zeros(NUM_CLASSES)  # idle intervals begun, in pages
-        self.reused = np.zeros((NUM_CLASSES, NUM_BUCKETS))  # of those, ended by a use, by their length
+        self.started = [0.0] * NUM_CLASSES  # idle intervals begun, in pages
+        self.reused = [[0.0] * NUM_BUCKETS for _ in range(NUM_CLASSES)]  # of those, ended by a use, by their length
         self.worth = [[0.0] * NUM_BUCKETS for _ in range(NUM_CLASSES)]  # hits per page and tick, by age
 
     def learn(self) -> None:
         """Recompute `worth`, and let old observations fade."""
-        for row in range(NUM_CLASSES):
-            if self.reused[row].any():
-                self.worth[row] = worth_by_age(self.started[row], self.reused[row])
-        fade = np.exp(-1 / MEMORY)
-        self.started *= fade
-        self.reused *= fade
+        fade = exp(-1 / MEMORY)
+        for row, reused in enumerate(self.reused):
+            if any(reused):
+                self.worth[row] = worth_by_age(self.started[row], reused)
+                self.reused[row] = [count * fade for count in reused]
+            self.started[row] *= fade
 
 
-def worth_by_age(started: float, reused: npt.NDArray[np.float64]) -> list[float]:
+def worth_by_age(started: float, reused: list[float]) -> list[float]:
     """The best hits per page and tick for a page of each age, [buckets], see the top of this file.
 
     started: idle intervals begun. reused: those ended by a use, by the bucket of their length, [buckets].
     """
-    hits = np.concatenate([[0.0], np.cumsum(reused)])  # [buckets + 1], up to the start of each bucket
-    waiting = np.maximum(started - hits[:-1], 0.0)  # at the start of each bucket
-    time = np.concatenate([[0.0], np.cumsum(np.maximum(waiting - reused / 2, 1e-9) * np.diff(_BUCKET_STARTS))])
-    points = list(zip(time.tolist(), hits.tolist(), strict=True))
+    points = [(0.0, 0.0)]  # time kept and hits up to the start of each bucket
+    time = hits = 0.0
+    num_buckets = max((bucket + 1 for bucket, count in enumerate(reused) if count), default=0)  # worth 0 after those
+    for bucket, count in enumerate(reused[:num_buckets]):
+        time += max(started - hits - count / 2, 1e-9) * (_BUCKET_STARTS[bucket + 1] - _BUCKET_STARTS[bucket])
+        hits += count
+        points.append((time, hits))
     # The best slope from a point to any later one leads to the next corner of the concave hull of all later points,
-    # which a scan from the end keeps on a stack.
+    # which a scan from the end keeps on a stack, each corner with the slope from it to the next.
     worth = [0.0] * NUM_BUCKETS
-    hull = [points[-1]]
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
-        here = points[bucket]
-        while len(hull) > 1 and _slope(here, hull[-1]) <= _slope(hull[-1], hull[-2]):
+    hull = [(time, hits, -inf)]
+    for bucket in range(num_buckets - 1, -1, -1):
+        time, hits = points[bucket]
+        while True:
+            corner_time, corner_hits, onward = hull[-1]
+            slope = (corner_hits - hits) / (corner_time - time)
+            if slope > onward:
+                break
             hull.pop()
-        worth[bucket] = _slope(here, hull[-1])
-        hull.append(here)
+        worth[bucket] = slope
+        hull.append((time, hits, slope))
     return worth
-
-
-def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
 
 
 class GhostTable:
     """Remembers of evicted pages when they were last used and how often. A direct-mapped table of bounded size.
 
-    Of each run of pages evicted together only the first and the last are put in. A page is recognised by a hash of its
-    own tokens, not of its whole prefix: a mistake costs a wrong observation and never a wrong hit. Newer ghosts
+    Of each run of pages evicted together only the first and the last are put in. A page is recognised by a checksum of
+    its own tokens, not of its whole prefix: a mistake costs a wrong observation and never a wrong hit. Newer ghosts
     overwrite older ones of the same slot.
     """
 
     def __init__(self, num_slots: int, page_size: int) -> None:
         num_bits = max(1, (num_slots - 1).bit_length())
-        self._shift = np.uint64(64 - num_bits)
-        self._tags = np.zeros(1 << num_bits, np.uint32)
-        self._records = np.zeros(1 << num_bits, np.int64)  # time of the last access * 256 + uses
-        self._factors = np.random.default_rng(0).integers(1, 2**63, page_size, np.uint64) | np.uint64(1)
+        self._shift = 32 - num_bits
+        self._tags = array("I", bytes(4 << num_bits))  # 0: nothing here
+        self._records = array("q", bytes(8 << num_bits))  # time of the last access * 256 + uses
+        self._ahead = array("I", bytes(4 << num_bits))  # bytes of tokens from this page to the last of its run
         self._page_bytes = page_size * TOKEN_BYTES
 
     def put(self, tokens: bytes, uses: int, last_access: int) -> None:
         """A run of pages has been evicted."""
-        slots, tags = self._locate(tokens[: self._page_bytes] + tokens[-self._page_bytes :])
-        self._tags[slots] = tags
-        self._records[slots] = last_access * 256 + min(uses, MAX_USES)
+        record = last_access * 256 + min(uses, MAX_USES)
+        last = len(tokens) - self._page_bytes
+        for start in (0, last) if last else (0,):
+            checksum = crc32(tokens[start : start + self._page_bytes])
+            slot = checksum >> self._shift
+            self._tags[slot], self._records[slot], self._ahead[slot] = checksum | 1, record, last - start
 
-    def take(self, tokens: bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Last access and uses of the leading pages of `tokens`, up to the last that is remembered."""
-        slots, tags = self._locate(tokens)
-        known = np.flatnonzero(self._tags[slots] == tags)
-        if not len(known):
-            return known, known
-        # A page between two remembered ones belongs to the run that ends at the second.
-        records = self._records[slots[known[np.searchsorted(known, np.arange(known[-1] + 1))]]]
-        self._tags[slots[known]] = 0
-        return records // 256, records % 256
-
-    def _locate(self, tokens: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Slot and tag of each page, [pages]. The tag of an empty slot is 0."""
-        pages = np.frombuffer(tokens, np.int32).reshape(-1, len(self._factors)).astype(np.uint64)
-        hashes = pages @ self._factors
-        return hashes >> self._shift, hashes.astype(np.uint32) | np.uint32(1)
+    def take(self, tokens: bytes) -> list[tuple[int, int, int]]:
+        """(pages, last access, uses) of the runs at the head of `tokens`, up to the last page that is remembered."""
+        tags, shift, page_bytes, num_bytes = self._tags, self._shift, self._page_bytes, len(tokens)
+        runs: list[tuple[int, int, int]] = []
+        start = begin = 0
+        while start < num_bytes:
+            checksum = crc32(tokens[start : start + page_bytes])
+            slot = checksum >> shift
+            if tags[slot] == checksum | 1:
+                tags[slot] = 0
+                # A page between two remembered ones belongs to the run that ends at the second.
+                num_pages = (start - begin) // page_bytes + 1
+                runs.append((num_pages, self._records[slot] >> 8, self._records[slot] & 255))
+                begin = start + page_bytes
+                last = start + self._ahead[slot]
+                if begin <= last < num_bytes:
+                    checksum = crc32(tokens[last : last + page_bytes])
+                    if tags[checksum >> shift] == checksum | 1:
+                        start = last - page_bytes  # nothing between them needs to be looked up
+            start += page_bytes
+        return runs
 
 
 class ReuseQueue:
@@ -179,9 +185,13 @@ class ReuseQueue:
     def first(self) -> Node:
         """The leaf of least worth; among equals the one idle for longest. Of each class two leaves are looked at."""
         if self._choice is None or self._head_rank(self._choice) > self._runner_up:
-            ranks = sorted((self._head_rank(index), index) for index, heap in enumerate(self._heaps) if heap)
-            self._choice = ranks[0][1]
-            self._runner_up = ranks[1][0] if len(ranks) > 1 else NOTHING
+            best, self._runner_up = NOTHING, NOTHING
+            for index, heap in enumerate(self._heaps):
+                if heap and (rank := self._head_rank(index)) < self._runner_up:
+                    if rank < best:
+                        rank, best, self._choice = best, rank, index
+                    self._runner_up = rank
+        assert self._choice is not None, "there is no leaf to evict"
         return self._heaps[self._choice][0][2]
 
     def _head_rank(self, index: int) -> tuple[float, int]:
@@ -207,7 +217,7 @@ class ReuseQueue:
 
     def reused(self, node: Node, now: int) -> None:
         """The waiting of `node`, whose `uses` do not count this use yet, has ended."""
-        self._times.reused[class_of(node.uses), bucket_of(now - node.last_access)] += node.num_pages
+        self._times.reused[class_of(node.uses)][bucket_of(now - node.last_access)] += node.num_pages
 
     def evicted(self, tokens: bytes, uses: int, last_access: int) -> None:
         """The pages of `tokens`, whole ones, have been evicted."""
@@ -215,11 +225,15 @@ class ReuseQueue:
 
     def returned(self, tokens: bytes, now: int) -> tuple[int, int]:
         """New pages enter the tree: how many of them, from the first on, had been evicted, and their uses before."""
-        times, uses = self._ghosts.take(tokens)
-        if not len(uses):
-            return 0, 0
-        np.add.at(self._times.reused, (_CLASSES[uses], buckets_of(now - times)), 1)
-        return len(uses), int(uses[len(uses) // 2])
+        runs = self._ghosts.take(tokens)
+        middle = sum(num_pages for num_pages, _, _ in runs) // 2
+        passed = typical = 0
+        for num_pages, last_access, uses in runs:
+            self._times.reused[class_of(uses)][bucket_of(now - last_access)] += num_pages
+            if passed <= middle:
+                typical = uses
+            passed += num_pages
+        return passed, typical
 
     def tick(self, now: int) -> None:
         """The cache's clock has advanced."""

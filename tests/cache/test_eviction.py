@@ -18,9 +18,7 @@ def cache_prompt(cache: PrefixCache, tokens: list[int], priority: int = 0) -> No
     lock = cache.lock(match, priority=priority)
     new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
     assert new is not None
-    done = cache.insert(tokens, np.concatenate([match.pages, new]), lock)
-    cache.free(done.pages[done.num_tokens // cache.page_size :])
-    cache.unlock(lock)
+    cache.finish(tokens, np.concatenate([match.pages, new]), lock)
 
 
 def squeeze(cache: PrefixCache, num_pages: int) -> None:
@@ -129,6 +127,19 @@ def test_tail_lru_first_gives_up_what_no_latency_target_needs() -> None:
     assert (hit_tokens(cache, other), hit_tokens(cache, chat)) == (2, 6), "plain LRU; the bar stays where it was"
 
 
+def test_a_policy_can_give_up_the_output_of_a_request_and_keep_its_prompt() -> None:
+    """Of 16 tokens the last 10 may be computed again, among them all 8 of the output, but not all of the prompt."""
+    cache = PrefixCache(28, 1, eviction_policy=TailLRU(uncached_len=10))
+    other, tokens = [1] * 12, [5] * 16
+    cache_prompt(cache, other)
+    lock = cache.lock(cache.match([]))
+    pages = cache.allocate(16)
+    assert pages is not None
+    cache.finish(tokens, pages, lock, prompt_len=8)
+    squeeze(cache, 8)
+    assert (hit_tokens(cache, other), hit_tokens(cache, tokens)) == (12, 8), "though the output is the most recent"
+
+
 def test_looking_up_does_not_count_as_use() -> None:
     cache = PrefixCache(4, 1)
     cache_prompt(cache, [1, 1])
@@ -184,14 +195,15 @@ def test_eviction_frees_exactly_what_is_missing() -> None:
             cache_prompt(cache, [i * 10 + j for j in range(4)])
 
 
-def test_one_eviction_costs_the_same_in_a_big_tree() -> None:
+@pytest.mark.parametrize(("policy", "most"), [("lru", 40), ("adaptive", 60)])
+def test_one_eviction_costs_the_same_in_a_big_tree(policy: str, most: int) -> None:
     def calls_per_eviction(num_leaves: int) -> float:
-        cache = PrefixCache(num_leaves, 1)
+        cache = PrefixCache(num_leaves, 1, eviction_policy=policy)
         for i in range(num_leaves):
             cache_prompt(cache, [i])
         return count_calls(lambda: [cache.allocate(1) for _ in range(200)]) / 200
 
-    assert calls_per_eviction(20_000) <= calls_per_eviction(300) < 40
+    assert calls_per_eviction(20_000) <= calls_per_eviction(300) < most
 
 
 def test_stale_entries_of_the_queue_are_swept() -> None:
@@ -199,8 +211,8 @@ def test_stale_entries_of_the_queue_are_swept() -> None:
     cache_prompt(cache, [1, 2, 3])
     for _ in range(10_000):
         cache.unlock(cache.lock(cache.match([1, 2, 3])))
-    assert isinstance(cache._queue, HeapQueue)
-    assert len(cache._queue._heap) < 100
+    assert isinstance(cache._contents.queue, HeapQueue)
+    assert len(cache._contents.queue._heap) < 100
     cache.check()
 
 

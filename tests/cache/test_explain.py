@@ -88,7 +88,12 @@ def test_a_flush_is_named() -> None:
     assert explain(cache, [1, 2, 3, 4, 5, 6]).reason == "flushed"
 
 
-def test_without_a_journal_removals_are_unknown() -> None:
-    cache = warm(journal=False)
-    cache.flush()
-    assert explain(cache, [1, 2]).reason == "unseen"
+@pytest.mark.parametrize(("journal", "said"), [(True, "no full page that did is known"), (False, "is not recorded")])
+def test_what_may_have_been_there_is_not_denied(journal: bool, said: str) -> None:
+    """Nobody remembers an evicted tail, and without a journal not even an evicted page."""
+    cache = warm(journal=journal)
+    cache_prompt(cache, [60, 61, 62])
+    assert cache.flush_prefix([60, 61] if not journal else [60, 61, 62]) > 0
+    found = explain(cache, [60, 61, 62])
+    assert found.reason == "unseen"
+    assert said in found.sentence

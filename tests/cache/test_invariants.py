@@ -16,8 +16,7 @@ def healthy() -> tuple[PrefixCache, Node, Node, Node]:
         lock = cache.lock(match)
         new = cache.allocate(4 - match.num_tokens)
         assert new is not None
-        cache.insert(tokens, [*match.pages, *new], lock)
-        cache.unlock(lock)
+        cache.finish(tokens, [*match.pages, *new], lock)
     cache.check()
     root = cache._tree.roots[None]
     (top,) = (root.children or {}).values()
@@ -68,8 +67,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[PrefixCache, Node, Node, Node], object], 
         lambda cache, top, left, right: bump(left, "last_access", 9),
         "used after its parent",
     ),
-    "a leaf missing from the queue": (lambda cache, top, left, right: cache._queue.discard(left), "misses its place"),
-    "a parent in the queue": (lambda cache, top, left, right: cache._queue.add(top), "has a place in the queue"),
+    "a leaf missing from the queue": (
+        lambda cache, top, left, right: cache._contents.queue.discard(left),
+        "misses its place",
+    ),
+    "a parent in the queue": (
+        lambda cache, top, left, right: cache._contents.queue.add(top),
+        "has a place in the queue",
+    ),
     "a stale key in the queue": (lambda cache, top, left, right: bump(left, "last_access", -1), "is queued under"),
     "an abandoned root": (lambda cache, top, left, right: cache._tree.root("x"), "neither nodes nor locks"),
 }
@@ -79,6 +84,47 @@ CORRUPTIONS: dict[str, tuple[Callable[[PrefixCache, Node, Node, Node], object], 
 def test_every_corruption_is_named(name: str) -> None:
     corrupt, sentence = CORRUPTIONS[name]
     cache, *nodes = healthy()
+    corrupt(cache, *nodes)
+    with pytest.raises(CacheInvariantError) as caught:
+        cache.check()
+    assert any(sentence in violation for violation in caught.value.violations), caught.value.violations
+
+
+def with_tail() -> tuple[PrefixCache, Node, Node, Node]:
+    """[1, 2] -> the page [3, 4] and the tail [5]; the children are sorted, unlocked, on pages 1 to 3 of 4."""
+    cache = PrefixCache(4, 2)
+    for tokens in ([1, 2, 3, 4], [1, 2, 5]):
+        match = cache.match(tokens)
+        lock = cache.lock(match)
+        new = cache.allocate(2 - len(match.pages))
+        assert new is not None
+        cache.finish(tokens, [*match.pages, *new], lock)
+    (top,) = (cache.tree.roots[None].children or {}).values()
+    page, tail = (top.children or {}).values()
+    top.order = sorted(top.children or {})
+    cache.check()
+    return cache, top, page, tail
+
+
+TAIL_CORRUPTIONS: dict[str, tuple[Callable[[PrefixCache, Node, Node, Node], object], str]] = {
+    "a locked tail": (lambda cache, top, page, tail: bump(tail, "ref_count"), "is a tail, and has children or locks"),
+    "a tail with children": (
+        lambda cache, top, page, tail: cache.tree.add_leaf(tail, page.tokens, b"\4\0\0\0", 1),
+        "is a tail, and has children or locks",
+    ),
+    "a page that begins with the tail": (
+        lambda cache, top, page, tail: setattr(tail, "tokens", page.tokens[:4]),
+        "another page beside it begins with the same tokens",
+    ),
+    "children out of order": (lambda cache, top, page, tail: (top.order or []).reverse(), "in another order"),
+    "a tail without a page": (lambda cache, top, page, tail: set_pages(tail, []), "0 pages for 1 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", TAIL_CORRUPTIONS)
+def test_every_corruption_of_a_tail_is_named(name: str) -> None:
+    corrupt, sentence = TAIL_CORRUPTIONS[name]
+    cache, *nodes = with_tail()
     corrupt(cache, *nodes)
     with pytest.raises(CacheInvariantError) as caught:
         cache.check()

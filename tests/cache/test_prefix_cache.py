@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jradix.cache import Counters, Insert, Lock, Namespace, PrefixCache, StaleMatchError
+from jradix.cache.explain import explain
+from jradix.cache.render import rows, to_dot, to_html, to_json, to_text
 
 
 def counts(cache: PrefixCache) -> dict[str, int]:
@@ -49,13 +51,12 @@ class Running:
     def private(self) -> np.ndarray:
         return self.pages[self.num_owned // self.cache.page_size :]
 
-    def stop(self) -> None:
-        self.cache.free(self.private)
-        self.cache.unlock(self.lock)
+    def abort(self) -> None:
+        """As if nothing more had been computed than what was inserted."""
+        self.cache.finish(self.tokens[: self.lock.num_tokens], self.pages, self.lock, self.namespace)
 
     def finish(self) -> None:
-        self.insert()
-        self.stop()
+        self.cache.finish(self.tokens, self.pages, self.lock, self.namespace)
 
 
 def cache_prompts(cache: PrefixCache, *prompts: list[int]) -> None:
@@ -64,7 +65,7 @@ def cache_prompts(cache: PrefixCache, *prompts: list[int]) -> None:
 
 
 def test_a_finished_request_leaves_whole_pages_and_a_second_one_reuses_them() -> None:
-    cache = PrefixCache(10, 4)
+    cache = PrefixCache(10, 4, min_copied_tokens=None)
     first = Running(cache, list(range(10)))
     assert counts(cache) == {"free": 7, "private": 3}
     first.finish()
@@ -148,20 +149,22 @@ def test_keys_shorter_than_a_page_match_nothing_and_make_no_node(tokens: list[in
     cache.check()
 
 
+@pytest.mark.parametrize("copies", [1, None], ids=["tails", "no tails"])
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64])
-def test_nothing_leaks_at_any_length_near_a_page_edge(page_size: int) -> None:
+def test_nothing_leaks_at_any_length_near_a_page_edge(page_size: int, copies: int | None) -> None:
     lengths = {page_size - 1, page_size, page_size + 1, 2 * page_size - 1, 2 * page_size, 2 * page_size + 1} - {0}
     for prompt_len in sorted(lengths):
         for output_len in sorted({1, page_size - 1, page_size, page_size + 1} - {0}):
-            cache = PrefixCache(6, page_size)
+            cache = PrefixCache(6, page_size, min_copied_tokens=copies)
             for _ in range(2):
                 request = Running(cache, list(range(prompt_len)), max_new=output_len)
                 request.insert()
                 request.tokens += [1000 + i for i in range(output_len)]
                 request.finish()
                 cache.check()
-                # The last page is in the tree only if it is full.
-                assert counts(cache).get("evictable", 0) == (prompt_len + output_len) // page_size
+                num_pages, rest = divmod(prompt_len + output_len, page_size)
+                assert counts(cache).get("evictable", 0) == num_pages + (copies is not None and rest > 0)
+                assert not cache.num_protected + cache.num_private
 
 
 def test_the_tree_counts_its_distinct_pages_after_many_shared_prefixes() -> None:
@@ -275,11 +278,35 @@ def test_a_lock_is_not_counted_as_room() -> None:
     cache.unlock(lock)
 
 
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_the_room_beside_a_match_is_known_without_locking_it(page_size: int) -> None:
+    """Locked paths, pins that overlap with the match, and matches that end inside a node."""
+    rng = random.Random(page_size)
+    cache = PrefixCache(60, page_size, max_pinned_pages=20)
+    cases = 0
+    for step in range(300):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(8 * page_size))]
+        match = cache.match(tokens)
+        clock, expected = cache.clock, cache.num_allocatable_beside(match)
+        assert cache.clock == clock
+        lock = cache.lock(match)
+        assert expected == cache.num_allocatable
+        cache.unlock(lock)
+        cases += expected < cache.num_allocatable
+        cache.pin(rng.randrange(3), tokens)
+        if step % 4:
+            cache_prompts(cache, [*tokens, 1])
+        else:
+            cache.lock(cache.match(tokens[: rng.randrange(4) * page_size]))
+    assert cases > 50
+    cache.check()
+
+
 def test_pages_inserted_in_a_chunk_outlive_a_retraction() -> None:
     cache = PrefixCache(8, 2)
     request = Running(cache, list(range(8)))
     request.insert(4)
-    request.stop()
+    request.abort()
     other = cache.allocate(6)
     assert other is not None
     assert cached(cache, *range(8)) == (4, [1, 2])
@@ -427,15 +454,15 @@ def test_statistics_count_each_request_once_and_by_namespace() -> None:
     second = Running(cache, [1, 2, 3, 4, 9, 9, 9], namespace=None)
     for end in (5, 6, 7):
         second.insert(end)
-    second.stop()
+    second.abort()
     Running(cache, [1, 2, 3], namespace="a").finish()
     assert cache.statistics.by_namespace[None] == Counters(2, 5 + 6, 4, 6 + 2, 0, 0)
-    assert cache.statistics.by_namespace["a"] == Counters(1, 2, 0, 2, 0, 0)
-    cache.free(take(cache, 3))
-    assert cache.statistics.by_namespace[None].evicted_tokens == 4, "two of three pages were not free"
+    assert cache.statistics.by_namespace["a"] == Counters(1, 2, 0, 3, 0, 0)
+    cache.free(take(cache, 2))
+    assert cache.statistics.by_namespace[None].evicted_tokens == 4, "neither of the two pages was free"
     cache.flush()
     total = cache.statistics.total
-    assert (total.inserted_tokens, total.evicted_tokens, total.flushed_tokens) == (10, 4, 6)
+    assert (total.inserted_tokens, total.evicted_tokens, total.flushed_tokens) == (11, 4, 7)
     assert cache.statistics.window_hit_rate == 4 / 13
 
 
@@ -526,7 +553,7 @@ def test_chains_of_thousands_of_nodes_need_no_recursion() -> None:
     request = Running(cache, list(range(5_000)))
     for length in range(1_001, 5_001):
         request.insert(length)
-    request.stop()
+    request.abort()
     assert cached(cache, *range(5_000))[0] == 5_000
     assert len(list(cache._tree.subtree(cache._tree.roots[None]))) == 5_001
     cache.check()
@@ -535,6 +562,30 @@ def test_chains_of_thousands_of_nodes_need_no_recursion() -> None:
     cache.unlock(lock)
     cache.check()
     assert cache.flush() == 4_999
+
+
+def test_nothing_that_looks_at_a_deep_tree_needs_recursion() -> None:
+    """Events, pictures, explanations, pins, flushes, and evictions of a chain of 3,000 nodes."""
+    cache = PrefixCache(3_100, 1, journal=True, max_pinned_pages=3_000)
+    request = Running(cache, list(range(3_000)))
+    for length in range(1, 3_001):
+        request.insert(length)
+    request.finish()
+    assert cache.journal is not None
+    assert len(cache.journal.drain()) == 3_000
+    assert len(rows(cache, max_nodes=4_000)) == 3_000
+    for picture in (to_text, to_json, to_dot, to_html):
+        assert picture(cache)
+    assert explain(cache, [*range(2_500), 0]).diverged_at == 2_500
+    assert cache.pin("all", list(range(2_900))) == 2_900
+    assert cache.num_allocatable_beside(cache.match(list(range(2_950)))) == 150
+    assert cache.flush_prefix(list(range(2_950))) == 51
+    assert explain(cache, list(range(3_000))).reason == "flushed"
+    cache.pins.remove("all")
+    cache.free(take(cache, 200))
+    assert explain(cache, list(range(3_000))).reason == "evicted"
+    assert cache.flush() == 2_900
+    cache.check()
 
 
 def test_a_very_long_prompt_in_small_chunks_needs_no_recursion() -> None:

@@ -17,14 +17,10 @@ def finish(cache: PrefixCache, tokens: list[int], namespace: object = None, prio
     lock = cache.lock(match, priority=priority)
     new = cache.allocate(-(-len(tokens) // cache.page_size) - len(match.pages))
     assert new is not None
-    done = cache.insert(tokens, np.concatenate([match.pages, new]), lock, namespace)
-    held = done.num_tokens // cache.page_size
-    if len(tokens) > done.num_tokens:
-        held += cache.insert_tail(tokens, int(done.pages[held]), lock)
-    cache.free(done.pages[held:])
-    cache.unlock(lock)
+    pages = cache.insert(tokens, np.concatenate([match.pages, new]), lock, namespace).pages
+    cache.finish(tokens, pages, lock, namespace)
     cache.check()
-    return done.pages.tolist()
+    return pages.tolist()
 
 
 def head(cache: PrefixCache, tokens: list[int], namespace: object = None) -> tuple[int, int, int]:
@@ -183,9 +179,7 @@ def test_the_recency_of_a_tail_never_goes_back() -> None:
     finish(cache, [1, 2, 3])
     pages = cache.allocate(1)
     assert pages is not None
-    assert not cache.insert_tail([1, 2, 3], int(pages[0]), slow)
-    cache.free(pages)
-    cache.unlock(slow)
+    cache.finish([1, 2, 3], pages, slow)
     assert cache.allocate(5) is not None
     assert head(cache, [1, 2, 3])[1] == 3
 

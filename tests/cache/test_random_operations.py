@@ -7,7 +7,7 @@ each operation. JRADIX_RANDOM_OPERATIONS sets the length of the seeded run.
 import os
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -81,14 +81,14 @@ class PageModel:
                 found[cached.page] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return found
 
-    def insert_tail(self, namespace: Hashable, tokens: list[int], page: int, lock: ModelLock) -> bool:
+    def insert_tail(self, namespace: Hashable, tokens: list[int], page: int, lock: ModelLock) -> None:
         whole = lock.num_pages * self.page_size
         if not self.copies or len(tokens) == whole:
-            return False
+            return
         tail = namespace, tuple(tokens)
         if tail in self.pages:
             self.pages[tail].last_used = max(self.pages[tail].last_used, lock.last_used)
-            return False
+            return
         covered = any(
             space == namespace
             and len(tokens) < len(prefix) <= whole + self.page_size
@@ -98,7 +98,6 @@ class PageModel:
         if not covered:
             self.drop_tails_within(namespace, tokens)
             self.pages[tail] = CachedPage(page, lock.last_used)
-        return not covered
 
     def drop_tails_within(self, namespace: Hashable, tokens: list[int]) -> None:
         """Tails of the last page of `tokens` that it begins with."""
@@ -165,7 +164,8 @@ class Request:
     lock: Lock
     model_lock: ModelLock
     table: list[int]
-    num_computed: int = field(default=0)
+    num_computed: int
+    prompt_len: int
 
 
 class Pair:
@@ -202,7 +202,8 @@ class Pair:
             else:
                 model.forget(max(0, need - num_free), cache)
             table = [*match.pages.tolist(), *new.tolist()]
-            self.running.append(Request(namespace, tokens, lock, model_lock, table, match.num_tokens))
+            request = Request(namespace, tokens, lock, model_lock, table, match.num_tokens, len(tokens))
+            self.running.append(request)
         self.compare()
         return new is not None
 
@@ -231,18 +232,14 @@ class Pair:
     def stop(self, index: int, *, insert: bool) -> None:
         """The end of a request: finished (what is computed enters the tree) or aborted."""
         request = self.running.pop(index % len(self.running))
+        computed = request.tokens[: request.num_computed if insert else 0]
+        self.cache.finish(computed, request.table, request.lock, request.namespace, prompt_len=request.prompt_len)
+        # The model has no nodes, but a prompt's pages enter, and count as used, before those of the output.
+        self.model.insert(request.namespace, computed[: request.prompt_len], request.table, request.model_lock)
+        self.model.insert(request.namespace, computed, request.table, request.model_lock)
         held = request.model_lock.num_pages
-        if insert:
-            self.insert(request)
-            held = request.model_lock.num_pages
-            computed = request.tokens[: request.num_computed]
-            page = request.table[held] if len(computed) > held * self.cache.page_size else 0
-            if len(computed) >= held * self.cache.page_size:
-                taken = self.cache.insert_tail(computed, page, request.lock)
-                assert taken == self.model.insert_tail(request.namespace, computed, page, request.model_lock)
-                held += taken
-        self.cache.free(request.table[held:])
-        self.cache.unlock(request.lock)
+        if len(computed) > held * self.cache.page_size:
+            self.model.insert_tail(request.namespace, computed, request.table[held], request.model_lock)
         self.model.unlock(request.namespace, request.tokens, request.model_lock)
         self.compare()
 

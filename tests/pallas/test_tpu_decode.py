@@ -8,18 +8,20 @@ import pytest
 
 from jradix.pallas.tpu_decode import decode_attention
 from tests.pallas.cases import TOLERANCE, Case, dense_attention, make_inputs
-from tests.pallas.tpu_cases import BLOCKS, DECODE_CASES, INTERPRET
+from tests.pallas.tpu_cases import BLOCKS, DECODE_CASES, bucketed, interpreted
 
 RUNS = [(case, jnp.float32) for case in DECODE_CASES] + [(case, jnp.bfloat16) for case in DECODE_CASES[::3]]
+DECODE = interpreted(decode_attention, blocks=BLOCKS)
 
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
 def test_decode_equals_the_reference_whatever_unowned_slots_hold(case: Case, dtype: Any) -> None:
     inputs = make_inputs(case, dtype)
-    live = np.asarray(inputs.seq_lens) > 0
-    q = inputs.q[np.maximum(np.cumsum(live) - 1, 0)]  # padding rows have one too
-    rows = (inputs.joined_pool(), inputs.page_table, inputs.seq_lens)
-    got = decode_attention(q, *rows, inputs.scoring, inputs.sinks, blocks=BLOCKS, interpret=INTERPRET)
+    padded = bucketed(inputs)
+    live = np.asarray(padded.seq_lens) > 0
+    q = padded.q[np.maximum(np.cumsum(live) - 1, 0)]  # padding rows have one too
+    rows = (padded.joined_pool(), padded.page_table, padded.seq_lens)
+    got = DECODE(q, *rows, scoring=inputs.scoring, sinks=inputs.sinks)
     assert got.dtype == dtype
     want = dense_attention(case, inputs)[: live.sum()]
     np.testing.assert_allclose(np.asarray(got, np.float32)[live], want, atol=TOLERANCE[dtype])

@@ -1,17 +1,22 @@
 """The shared cases as the TPU kernels take them, and how the kernels are interpreted."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from jradix.pallas.tpu_blocks import Blocks
-from tests.pallas.cases import CASES, Case
+from tests.pallas.cases import CASES, Case, Inputs
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 """A race raises, so does a read outside of a buffer; what was never written is NaN, and copies come at the last moment:
 when something waits for them."""
 BLOCKS = Blocks(pages=2, tile_len=16, heads=1, vmem_bytes=1 << 24)
-"""So small that most rows have several blocks."""
+"""So small that many rows have several blocks."""
 
 EXTEND_CASES = [replace(case, page_size=max(16, case.page_size)) for case in CASES]
 
@@ -19,7 +24,30 @@ EXTEND_CASES = [replace(case, page_size=max(16, case.page_size)) for case in CAS
 def as_decode(case: Case) -> Case:
     """One query a row, the last of its tokens."""
     cached = tuple(cached + max(0, new - 1) for cached, new in zip(case.cached, case.new, strict=True))
-    return replace(case, cached=cached, new=tuple(min(new, 1) for new in case.new), extra_tokens=case.new.count(0))
+    return replace(case, cached=cached, new=tuple(min(new, 1) for new in case.new))
 
 
 DECODE_CASES = [as_decode(case) for case in EXTEND_CASES]
+
+
+def interpreted(kernel: Callable, **static: Any) -> Callable:
+    """Jitted; the interpreted program runs once or twice, so that optimizing it takes longer than it saves."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(partial(kernel, interpret=INTERPRET, **static), static_argnames="scoring", compiler_options=options)
+
+
+def bucketed(inputs: Inputs) -> Inputs:
+    """With padding as the engine adds it, and more pages of NaN: few shapes remain, each of which takes seconds."""
+
+    def up(x: jax.Array, to: int, axis: int = 0, **how: Any) -> jax.Array:
+        return jnp.pad(x, [(0, -x.shape[a] % to if a == axis else 0) for a in range(x.ndim)], **how)
+
+    seq_lens = up(inputs.seq_lens, 5)
+    return replace(
+        inputs,
+        q=up(inputs.q, 64),
+        pool=up(inputs.pool, 32, constant_values=jnp.nan),
+        page_table=up(up(inputs.page_table, 5), 8, axis=1, constant_values=-1),
+        seq_lens=seq_lens,
+        query_starts=jnp.pad(inputs.query_starts, (0, seq_lens.shape[0] - inputs.seq_lens.shape[0]), mode="edge"),
+    )

@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jradix.pallas.tpu_blocks import Blocks
 from tests.pallas.cases import CASES, Case, Inputs
 
-INTERPRET = pltpu.InterpretParams(detect_races=True)
+INTERPRET = pltpu.InterpretParams(detect_races=True, vector_clock_size=100)
 """A race raises, so does a read outside of a buffer; what was never written is NaN, and copies come at the last moment:
-when something waits for them."""
+when something waits for them. With the default of 2 clocks all copies would share one, and races between copies be missed."""
 BLOCKS = Blocks(pages=2, tile_len=16, heads=1, vmem_bytes=1 << 24)
 """So small that many rows have several blocks."""
 
@@ -30,10 +31,11 @@ def as_decode(case: Case) -> Case:
 DECODE_CASES = [as_decode(case) for case in EXTEND_CASES]
 
 
-def interpreted(kernel: Callable, **static: Any) -> Callable:
+def interpreted(kernel: Callable, static_argnames: tuple[str, ...] = (), **bound: Any) -> Callable:
     """Jitted; the interpreted program runs once or twice, so that optimizing it takes longer than it saves."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(partial(kernel, interpret=INTERPRET, **static), static_argnames="scoring", compiler_options=options)
+    kernel = partial(kernel, interpret=INTERPRET, **bound)
+    return jax.jit(kernel, static_argnames=static_argnames, compiler_options=options)
 
 
 def bucketed(inputs: Inputs) -> Inputs:
@@ -51,3 +53,39 @@ def bucketed(inputs: Inputs) -> Inputs:
         seq_lens=seq_lens,
         query_starts=jnp.pad(inputs.query_starts, (0, seq_lens.shape[0] - inputs.seq_lens.shape[0]), mode="edge"),
     )
+
+
+def waits_missed(monkeypatch: pytest.MonkeyPatch, run: Callable[[pltpu.InterpretParams, int], Any]) -> list[bool]:
+    """For each wait in a kernel's text, whether a race is seen when the kernel runs without that one.
+
+    `run(interpret, attempt)` must use other shapes at every attempt, or it would find the kernel traced already.
+    """
+    copy_of, seen, left_out = pltpu.make_async_copy, 0, -1
+
+    class Copy:
+        def __init__(self, *refs: Any) -> None:
+            self.refs = refs
+
+        def start(self) -> None:
+            copy_of(*self.refs).start()
+
+        def wait(self) -> None:
+            nonlocal seen
+            if seen != left_out:
+                copy_of(*self.refs).wait()
+            seen += 1
+
+    monkeypatch.setattr(pltpu, "make_async_copy", Copy)
+    eager = replace(INTERPRET, dma_execution_mode="eager")  # or what nothing waits for never comes
+    jax.block_until_ready(run(eager, 0))
+    missed = []
+    for left_out in range(seen):
+        seen = 0
+        try:
+            jax.block_until_ready(run(eager, left_out + 1))
+            missed.append(False)
+        except jax.errors.JaxRuntimeError as error:
+            missed.append("RACE DETECTED" in str(error))
+            pltpu.reset_tpu_interpret_mode_state()
+        assert seen, "not traced anew"
+    return missed

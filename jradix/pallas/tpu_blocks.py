@@ -101,9 +101,9 @@ def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str
         return [f"no block sizes for TPU {generation}, only for {', '.join(CHIPS)}"]
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return [f"keys and values of {jnp.dtype(dtype)}, not bfloat16 or float32"]
-    reasons = []
-    if page_size % tile_lines(dtype):
-        reasons.append(f"page_size {page_size} is no multiple of {tile_lines(dtype)}, the lines of a {jnp.dtype(dtype)} tile")
+    reasons, lines = [], tile_lines(dtype)
+    if page_size % lines:
+        reasons.append(f"page_size {page_size} is no multiple of {lines}, the lines of a {jnp.dtype(dtype)} tile")
     if q_heads % kv_heads:
         reasons.append(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
     if head_dim > 2 * LANES:

@@ -53,34 +53,35 @@ def attend(
     """Attention output of every item, shaped and typed like `items.q`; zeros where there is no query.
 
     Args:
-        pool: joined, `[pages, kv_heads, page_size, 2 * head_dim]`.
+        pool: joined, `[pages, kv_heads, page_size, line]`: keys, then values from the line's middle on. Where a half is
+            longer than head_dim, the keys must be padded with zeros.
         page_table: int32 `[rows, max_pages]`, flat page ids; what lies past an item's last query is never looked at.
         scoring, sinks: as in `ops.extend_attention`.
         tile_len: tokens of an item.
         interpret: False or `pltpu.InterpretParams`.
     """
     num_items, kv_heads, queries, head_dim = items.q.shape
-    line = pool.shape[-1]
-    block_len = blocks.pages * pool.shape[2]
-    # Multiplied by whole lines, a query padded with zeros meets the keys alone: lanes need no cutting unless they can
-    # be cut at whole vectors.
-    dense = head_dim % LANES == 0
-    q = items.q if dense else jnp.pad(items.q, [(0, 0)] * 3 + [(0, line - head_dim)])
-    width = head_dim if dense else line
+    items = _padded_to(items, blocks.cores)
+    page_size, line = pool.shape[2:]
+    # Lines are cut only between whole vectors. If values begin elsewhere, queries are padded with zeros, so that they
+    # meet the keys alone when multiplied by whole lines, and weighted sums are taken of whole lines too.
+    first_value = line // 2
+    width = first_value if first_value % LANES == 0 else line
+    q = jnp.pad(items.q, [(0, 0)] * 3 + [(0, width - head_dim)])
     heads = queries // tile_len * kv_heads
     logits = jnp.full(heads, MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32) / scoring.exponent
-    tile = pl.BlockSpec((None, kv_heads, queries, width), lambda item, *_: (item, 0, 0, 0))
+    tile = pl.BlockSpec((None, kv_heads, queries, width), lambda core, step, *_: (step * blocks.cores + core, 0, 0, 0))
     out = pl.pallas_call(
         functools.partial(_kernel, scoring=scoring, tile_len=tile_len, heads_at_once=blocks.heads),
-        out_shape=jax.ShapeDtypeStruct((num_items, kv_heads, queries, width), items.q.dtype),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(num_items,),
+            grid=(blocks.cores, q.shape[0] // blocks.cores),
             in_specs=[tile, pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=tile,
             scratch_shapes=[
                 pltpu.SMEM((2, page_table.shape[1]), jnp.int32),
-                pltpu.VMEM((2, kv_heads, block_len, line), pool.dtype),
+                pltpu.VMEM((2, kv_heads, blocks.pages * page_size, line), pool.dtype),
                 pltpu.VMEM((kv_heads, queries, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, queries, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, queries, width), jnp.float32),
@@ -89,11 +90,19 @@ def attend(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=blocks.vmem_bytes),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=blocks.vmem_bytes
+        ),
         interpret=interpret,
         name="paged_attention",
     )(items.rows, items.starts, items.counts, logits, q, page_table, pool)
-    return out[..., width - head_dim :]
+    begin = width - first_value
+    return out[:num_items, ..., begin : begin + head_dim]
+
+
+def _padded_to(items: Items, multiple: int) -> Items:
+    """With as many empty items more as it takes."""
+    return Items(*(jnp.pad(x, [(0, -x.shape[0] % multiple)] + [(0, 0)] * (x.ndim - 1)) for x in items))
 
 
 def _kernel(
@@ -118,15 +127,16 @@ def _kernel(
     tile_len: int,
     heads_at_once: int,
 ) -> None:
-    item, num_items = pl.program_id(0), pl.num_programs(0)
+    core, cores, step = pl.program_id(0), pl.num_programs(0), pl.program_id(1)
+    item, num_items = step * cores + core, counts_ref.shape[0]
     kv_heads, block_len = lines_ref.shape[1:3]
     items, copied = (rows_ref, starts_ref, counts_ref), (table_ref, pool_ref, pages_ref, lines_ref)
     walk = _Walk(*items, *copied, pages_sem, lines_sem, scoring.window)
     softmax = _Softmax(top_ref, total_ref, mixed_ref, scoring, tile_len)
 
-    @pl.when(item == 0)
+    @pl.when(step == 0)
     def _():
-        first = walk.next_item(0)
+        first = walk.next_item(core, cores)
         turns_ref[0] = turns_ref[1] = 0
 
         @pl.when(first < num_items)
@@ -142,7 +152,7 @@ def _kernel(
     @pl.when(counts_ref[item] > 0)
     def _():
         start, count, pages_turn = starts_ref[item], counts_ref[item], turns_ref[0]
-        following = walk.next_item(item + 1)
+        following = walk.next_item(item + cores, cores)
         has_next = following < num_items
         pl.when(has_next)(lambda: walk.start_pages(following, 1 - pages_turn))
         softmax.start(sinks_ref)
@@ -204,14 +214,14 @@ class _Walk(NamedTuple):
     def block_pages(self) -> int:
         return self.lines.shape[2] // self.page_size
 
-    def next_item(self, item: jax.Array | int) -> jax.Array:
-        """The first item with queries from `item` on; the number of items if there is none."""
+    def next_item(self, item: jax.Array, step: jax.Array | int) -> jax.Array:
+        """The first item with queries among `item` and those that follow in steps; past the last one if none has."""
         num_items = self.counts.shape[0]
 
         def is_empty(item: jax.Array) -> jax.Array:
             return (item < num_items) & (self.counts[jnp.minimum(item, num_items - 1)] == 0)
 
-        return jax.lax.while_loop(is_empty, lambda item: item + 1, jnp.asarray(item, jnp.int32))
+        return jax.lax.while_loop(is_empty, lambda item: item + step, item)
 
     def first_page(self, item: jax.Array) -> jax.Array | int:
         """The first page that a query of the item sees."""

@@ -22,19 +22,21 @@ class Chip(NamedTuple):
 
     vmem_bytes: given to a kernel, half of a core's: XLA keeps other arrays of a step in the rest.
     decode_block_bytes: of keys and values that are on their way while others are multiplied. A copy takes about 1.5 us
-        from its start to its end, in which HBM moves 1.2 MB (v5e), 2.5 MB (v6e), 4 MB (v5p) or 5.5 MB (7x).
+        from its start to its end, in which HBM moves 1.2 MB (v5e), 2.5 MB (v6e), 2 MB (a core of v5p) or 5.5 MB (7x).
     tile_queries: lines of the matrix that a tile's queries make for a KV head. Keys are read once for them; 240 (v5e),
         170 (v5p), 560 (v6e) or 310 (7x) operations a byte are what the chip has time for.
+    cores: of one device. A v5p shows its two as one device, a 7x as two.
     """
 
     vmem_bytes: int
     decode_block_bytes: int
     tile_queries: int
+    cores: int = 1
 
 
 CHIPS = {
     "v5e": Chip(64 * MIB, 2 * MIB, 512),
-    "v5p": Chip(32 * MIB, 4 * MIB, 512),
+    "v5p": Chip(32 * MIB, 2 * MIB, 512, cores=2),
     "v6e": Chip(64 * MIB, 4 * MIB, 1024),
     "7x": Chip(32 * MIB, 4 * MIB, 512),
 }
@@ -53,21 +55,23 @@ class Blocks:
         tile_len: tokens of an extend tile at most; 1 for decode.
         heads: KV heads that are multiplied at once; divides `kv_heads`.
         vmem_bytes: limit given to the compiler.
+        cores: that take turns at the rows or tiles.
     """
 
     pages: int
     tile_len: int
     heads: int
     vmem_bytes: int
+    cores: int = 1
 
 
 def decode_blocks(generation: str, geometry: Geometry) -> Blocks:
     """Blocks for `tpu_decode`, where nothing else counts than that copies never stop."""
     chip = CHIPS[generation]
-    line_bytes = geometry.kv_heads * _padded(2 * geometry.head_dim, LANES) * geometry.itemsize
+    line_bytes = geometry.kv_heads * line_len(geometry.head_dim) * geometry.itemsize
     block_len = min(2 * BLOCK_LEN, chip.decode_block_bytes // line_bytes)
     heads = max(h for h in range(1, 9) if geometry.kv_heads % h == 0)  # small matrices: several keep the MXU busy
-    return _fitting(Blocks(_pages(block_len, geometry), 1, heads, chip.vmem_bytes), geometry)
+    return _fitting(Blocks(_pages(block_len, geometry), 1, heads, chip.vmem_bytes, chip.cores), geometry)
 
 
 def extend_blocks(generation: str, geometry: Geometry) -> Blocks:
@@ -75,7 +79,7 @@ def extend_blocks(generation: str, geometry: Geometry) -> Blocks:
     chip = CHIPS[generation]
     tile_len = _power_of_two(chip.tile_queries * geometry.kv_heads // geometry.q_heads)
     tile_len = min(max(tile_len, MIN_TILE_LEN), MAX_TILE_LEN)
-    return _fitting(Blocks(_pages(BLOCK_LEN, geometry), tile_len, 1, chip.vmem_bytes), geometry)
+    return _fitting(Blocks(_pages(BLOCK_LEN, geometry), tile_len, 1, chip.vmem_bytes, chip.cores), geometry)
 
 
 def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str]:
@@ -85,9 +89,9 @@ def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str
         return [f"no block sizes for TPU {generation}, only for {', '.join(CHIPS)}"]
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return [f"keys and values of {jnp.dtype(dtype)}, not bfloat16 or float32"]
-    reasons = []
-    if page_size % tile_lines(dtype):
-        reasons.append(f"page_size {page_size} is no multiple of {tile_lines(dtype)}, the lines of a {dtype} tile")
+    reasons, lines = [], tile_lines(dtype)
+    if page_size % lines:
+        reasons.append(f"page_size {page_size} is no multiple of {lines}, the lines of a {jnp.dtype(dtype)} tile")
     if q_heads % kv_heads:
         reasons.append(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
     if head_dim > 2 * LANES:
@@ -108,11 +112,20 @@ def tile_lines(dtype: jax.typing.DTypeLike) -> int:
     return 8 * 4 // jnp.dtype(dtype).itemsize
 
 
+def line_len(head_dim: int) -> int:
+    """Of the lines that a joined pool should have, keys in the first half and values in the second.
+
+    Lines of whole vectors take no more memory, for a TPU pads shorter ones, and XLA keeps such an array as the kernels
+    read it. Another it would rather lay out with the pages side by side, and copy all of it at every call.
+    """
+    return LANES if 2 * head_dim <= LANES else 2 * _padded(head_dim, LANES)
+
+
 def vmem_bytes(blocks: Blocks, geometry: Geometry) -> int:
     """VMEM that the attention kernel plans to use: what it allocates, and the largest values it computes with."""
     itemsize, lines = geometry.itemsize, tile_lines(geometry.dtype)
-    line = _padded(2 * geometry.head_dim, LANES)
-    width = geometry.head_dim if geometry.head_dim % LANES == 0 else line
+    line = line_len(geometry.head_dim)
+    width = max(line // 2, LANES)
     block_len = blocks.pages * geometry.page_size
     queries = _padded(geometry.q_heads // geometry.kv_heads * blocks.tile_len, lines)
     a_head = (

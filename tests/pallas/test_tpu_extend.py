@@ -1,5 +1,6 @@
 """The extend kernel for TPUs, interpreted, on the shared cases."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,17 +9,38 @@ import pytest
 
 from jradix.pallas.tpu_extend import extend_attention
 from tests.pallas.cases import TOLERANCE, Case, dense_attention, make_inputs
-from tests.pallas.tpu_cases import BLOCKS, EXTEND_CASES, INTERPRET
+from tests.pallas.tpu_cases import BLOCKS, EXTEND_CASES, INTERPRET, bucketed, interpreted, tpu_pool
 
-RUNS = [(case, jnp.float32) for case in EXTEND_CASES] + [(case, jnp.bfloat16) for case in EXTEND_CASES[::3]]
+RUNS = [(case, jnp.float32) for case in EXTEND_CASES] + [(case, jnp.bfloat16) for case in EXTEND_CASES[::6]]
+EXTEND = interpreted(extend_attention, ("scoring",), blocks=BLOCKS)
 
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
 def test_extend_equals_the_reference_whatever_unowned_slots_hold(case: Case, dtype: Any) -> None:
     inputs = make_inputs(case, dtype)
-    rows = (inputs.page_table, inputs.seq_lens, inputs.query_starts)
-    arrays = (inputs.q, inputs.joined_pool(), *rows)
-    got = extend_attention(*arrays, inputs.scoring, inputs.sinks, blocks=BLOCKS, interpret=INTERPRET)
+    padded = bucketed(inputs)
+    rows = (padded.page_table, padded.seq_lens, padded.query_starts)
+    got = EXTEND(padded.q, tpu_pool(padded), *rows, scoring=inputs.scoring, sinks=inputs.sinks)
     assert got.dtype == dtype
-    np.testing.assert_allclose(np.asarray(got, np.float32), dense_attention(case, inputs), atol=TOLERANCE[dtype])
-    assert not np.asarray(got)[~inputs.is_query].any(), "tokens of no row must come out as zeros"
+    got, tokens = np.asarray(got, np.float32), inputs.is_query.sum()
+    np.testing.assert_allclose(got[:tokens], dense_attention(case, inputs)[:tokens], atol=TOLERANCE[dtype])
+    assert not got[tokens:].any(), "tokens of no row must come out as zeros"
+
+
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_lines_may_be_no_whole_vectors(head_dim: int) -> None:
+    case = replace(EXTEND_CASES[4], head_dim=head_dim)
+    inputs = make_inputs(case, jnp.float32)
+    rows = (inputs.page_table, inputs.seq_lens, inputs.query_starts)
+    got = EXTEND(inputs.q, inputs.joined_pool(), *rows, scoring=inputs.scoring)
+    np.testing.assert_allclose(got, dense_attention(case, inputs), atol=TOLERANCE[jnp.float32])
+
+
+def test_cores_take_turns_at_the_tiles() -> None:
+    """Two simulated cores, each with buffers of its own."""
+    case = next(case for case in EXTEND_CASES if case.name == "empty rows between others")
+    inputs = make_inputs(case, jnp.float32)
+    rows = (inputs.page_table, inputs.seq_lens, inputs.query_starts)
+    how = {"blocks": replace(BLOCKS, cores=2), "interpret": replace(INTERPRET, num_cores_or_threads=2)}
+    got = extend_attention(inputs.q, tpu_pool(inputs), *rows, inputs.scoring, **how)
+    np.testing.assert_allclose(got, dense_attention(case, inputs), atol=TOLERANCE[jnp.float32])

@@ -37,7 +37,7 @@ class Target:
 
     Attributes:
         topology: libtpu's name for a small arrangement of such chips.
-        device_kind: jax's name for the device.
+        device: what `ops.choose` asks for.
         memory_bytes: of one device.
         bandwidth: bytes a second between the device and its memory, by its maker.
         flops: bfloat16 operations a second, by its maker.
@@ -45,7 +45,7 @@ class Target:
 
     platform: Literal["tpu", "gpu"]
     topology: str
-    device_kind: str
+    device: str
     memory_bytes: float
     bandwidth: float
     flops: float
@@ -86,5 +86,5 @@ TARGETS = {
     "v6e": Target("tpu", "v6e:2x2", "TPU v6 lite", 32e9, 1640e9, 918e12),
     # A chip is two devices, each with half of its 192 GiB, 7.4 TB/s and 2.3 PFLOP/s.
     "tpu7x": Target("tpu", "tpu7x:2x2x1", "TPU7x", 96e9, 3690e9, 1153e12),
-    "h200": Target("gpu", "1x1x1", "NVIDIA H200", 141e9, 4800e9, 989e12),
+    "h200": Target("gpu", "1x1x1", "9.0", 141e9, 4800e9, 989e12),
 }

@@ -36,9 +36,11 @@ def pool_budget_bytes(mem_fraction_static: float | None) -> int:
     return int(stats["bytes_limit"] * (mem_fraction_static or ACCELERATOR_FRACTION)) - stats["bytes_in_use"]
 
 
-def choose_kernels(geometry: Geometry) -> Kernels:
-    """What computes attention on this device."""
-    return choose(jax.default_backend(), jax.devices()[0].device_kind, geometry)
+def choose_kernels(geometry: Geometry, max_pages: int) -> Kernels:
+    """What computes attention on this device, see `ops.choose`."""
+    device = jax.devices()[0]
+    name = device.compute_capability if jax.default_backend() == "gpu" else device.device_kind
+    return choose(jax.default_backend(), name, geometry, max_pages)
 
 
 def device_description() -> str:

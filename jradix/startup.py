@@ -52,7 +52,7 @@ def build(config: EngineConfig) -> Parts:
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
     model = _load_model(config, model_config, checkpoint)
     buckets = Buckets.of(config, context_length)
-    kernels = _choose_kernels(config, model_config)
+    kernels = _choose_kernels(config, model_config, buckets.max_pages[-1])
     layout = _size_pool(config, model_config, context_length, joined=kernels.joined_pages)
     runner = Runner(
         model,
@@ -67,7 +67,7 @@ def build(config: EngineConfig) -> Parts:
     return Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids)
 
 
-def _choose_kernels(config: EngineConfig, model_config: ModelConfig) -> Kernels:
+def _choose_kernels(config: EngineConfig, model_config: ModelConfig, max_pages: int) -> Kernels:
     geometry = Geometry(
         q_heads=model_config.q_heads,
         kv_heads=model_config.kv_heads,
@@ -75,7 +75,7 @@ def _choose_kernels(config: EngineConfig, model_config: ModelConfig) -> Kernels:
         page_size=config.page_size,
         dtype=jnp.dtype(DTYPES[config.dtype]).name,
     )
-    return mesh.choose_kernels(geometry)
+    return mesh.choose_kernels(geometry, max_pages)
 
 
 def _keep_compiled_programs_in(directory: str) -> None:

@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,19 @@ class Plan:
     @classmethod
     def of(cls, target: Target, name: str, engine: EngineConfig) -> "Plan":
         config = model_config(name)
-        kernels = choose(target.platform, target.device_kind, geometry_of(config, engine.page_size, DTYPE.name))
-        memory = int(target.memory_bytes * ACCELERATOR_FRACTION)
-        layers = config.layers
-        while weight_bytes(model_config(name, layers)) > memory / 2:
-            layers -= 1
-        config = model_config(name, layers)
-        page = KVLayout(layers, 1, engine.page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages)
         context_length = engine.context_length or config.max_position_embeddings
+        buckets = Buckets.of(engine, context_length)
+        geometry = geometry_of(config, engine.page_size)
+        kernels = choose(target.platform, target.device, geometry, buckets.max_pages[-1])
+        memory = int(target.memory_bytes * ACCELERATOR_FRACTION)
+        while weight_bytes(config) > memory / 2:
+            config = model_config(name, config.layers - 1)
+        page = KVLayout(
+            config.layers, 1, engine.page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages
+        )
         at_most = engine.max_running_requests * context_length // engine.page_size
         pages = pages_that_fit(page.page_bytes(DTYPE.itemsize), memory - weight_bytes(config), at_most) + 1
-        layout = KVLayout(layers, pages, engine.page_size, config.kv_heads, config.head_dim, kernels.joined_pages)
-        return cls(target, config, kernels, layout, Buckets.of(engine, context_length))
+        return cls(target, config, kernels, replace(page, num_pages=pages), buckets)
 
     @property
     def layer_loop(self) -> Any:

@@ -54,6 +54,8 @@ ROOT = Path(__file__).parents[1]
 LARGEST_ERROR = {"float32": 2e-3, "bfloat16": 3e-2}
 """By dtype, for values of about 1. A TPU multiplies float32 as three bfloat16 products, Hopper as TF32."""
 
+MAX_PAGES = 1024
+"""Of a row, at most."""
 Row = dict[str, Any]
 """One line of a table: what was checked or measured, by name."""
 
@@ -104,7 +106,9 @@ def kernels(scale: Scale) -> Iterator[Row]:
     for index, case in enumerate(cases.CASES[:: scale.every_case]):
         paged = replace(case, page_size=max(16, case.page_size))
         for dtype in ("float32", "bfloat16"):
-            chosen = choose_kernels(Geometry(case.q_heads, case.kv_heads, case.head_dim, paged.page_size, dtype))
+            chosen = choose_kernels(
+                Geometry(case.q_heads, case.kv_heads, case.head_dim, paged.page_size, dtype), MAX_PAGES
+            )
             if chosen.name != "xla":
                 yield check_case(cases, paged, dtype, chosen)
             if index % 5 == 0:
@@ -142,7 +146,7 @@ def limits(scale: Scale) -> Iterator[Row]:
 def attention(scale: Scale) -> Iterator[Row]:
     for name in scale.geometries:
         geometry = geometry_of(model_config(name), scale.page_size)
-        chosen = choose_kernels(geometry)
+        chosen = choose_kernels(geometry, MAX_PAGES)
         for implementation in dict.fromkeys([chosen, replace(XLA, joined_pages=chosen.joined_pages)]):
             for context in scale.contexts:
                 yield {

@@ -35,7 +35,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 def parts(target: Target, tiny_path: Callable[[str], Path], page_size: int) -> tuple[ModelConfig, KVLayout, Kernels]:
     config = ModelConfig.from_hf(json.loads((tiny_path("llama") / "config.json").read_text()) | WIDE)
     geometry = Geometry(config.q_heads, config.kv_heads, config.head_dim, page_size, "bfloat16")
-    kernels = choose(target.platform, target.device_kind, geometry)
+    kernels = choose(target.platform, target.device, geometry, max_pages=16)
     layout = KVLayout(LAYERS, PAGES, page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages)
     return config, layout, kernels
 

@@ -61,11 +61,7 @@ def extend_blocks(geometry: Geometry) -> Blocks:
 
 def _fitting(table: dict[int, Blocks], geometry: Geometry) -> Blocks:
     blocks = table[min(size for size in table if size >= geometry.head_dim)]
-    return replace(blocks, warpgroups=max(blocks.warpgroups, -(-_group(geometry) // LINES)))
-
-
-def _group(geometry: Geometry) -> int:
-    return geometry.q_heads // geometry.kv_heads
+    return replace(blocks, warpgroups=max(blocks.warpgroups, -(-geometry.group // LINES)))
 
 
 def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
@@ -80,6 +76,6 @@ def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
         reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
     if page_size % 8:
         reasons.append(f"page size {page_size} is no multiple of 8, the lines of a tile in shared memory")
-    if (group := _group(geometry)) > MAX_GROUP:
-        reasons.append(f"{group} query heads of a KV head are more than {MAX_GROUP}, the lines of a tile of queries")
+    if geometry.group > MAX_GROUP:
+        reasons.append(f"{geometry.group} query heads of a KV head are more than {MAX_GROUP}, the lines of a tile of queries")
     return reasons

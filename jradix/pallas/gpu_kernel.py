@@ -184,7 +184,8 @@ def attend(
             top = plgpu.layout_cast(jnp.full((LINES,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
             total = plgpu.layout_cast(jnp.full((LINES,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
             mixed = [
-                plgpu.layout_cast(jnp.zeros((LINES, columns.size), jnp.float32), plgpu.Layout.WGMMA) for columns in chunks
+                plgpu.layout_cast(jnp.zeros((LINES, columns.size), jnp.float32), plgpu.Layout.WGMMA)
+                for columns in chunks
             ]
             top, total, mixed = lax.fori_loop(start, stop, add_block, (top, total, mixed))
             total = jnp.where(total > 0, total, 1.0)

@@ -1,11 +1,11 @@
 """The only door to attention over the KV pool: picks the implementation for a device, says why, and calls it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
-from jradix.pallas import layout, xla
+from jradix.pallas import gpu_blocks, gpu_decode, gpu_extend, layout, tpu_blocks, tpu_decode, tpu_extend, tpu_write, xla
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.scoring import Scoring
 
@@ -16,26 +16,35 @@ class Kernels:
 
     Attributes:
         name: "xla" runs everywhere; the others are Pallas kernels for one kind of device.
-        chip: its generation, from which block sizes follow: "v6e", "sm90"; empty for "xla".
+        chip: what block sizes depend on, a TPU's generation such as "v6e".
         joined_pages: whether the pool must be joined, see `layout`.
         reasons: why no Pallas kernels are used; empty if they are.
-        interpret: run Pallas kernels on the CPU, slowly, for tests.
+        interpret: how to run Pallas kernels on a CPU, slowly, for tests; False to compile them.
     """
 
     name: Literal["xla", "tpu", "gpu"]
     chip: str = ""
     joined_pages: bool = False
     reasons: tuple[str, ...] = ()
-    interpret: bool = False
+    interpret: Any = False
 
 
 XLA = Kernels("xla")
 
 
-def choose(platform: str, device_kind: str, geometry: Geometry) -> Kernels:
-    """The best implementation for a device, given jax's names for it."""
-    reasons = [f"Pallas kernels are for TPUs and for GPUs from Hopper on, this is {device_kind}"]
-    return replace(XLA, reasons=tuple(reasons))
+def choose(platform: str, device: str, geometry: Geometry, max_pages: int) -> Kernels:
+    """The best implementation for rows of up to `max_pages` pages.
+
+    platform: "cpu", "gpu" or "tpu". device: of a TPU jax's name for its kind, of a GPU its compute capability.
+    """
+    if platform == "tpu":
+        chip = tpu_blocks.GENERATIONS.get(device, device)
+        reasons = tpu_blocks.unsupported(chip, geometry, max_pages)
+        return Kernels("xla" if reasons else "tpu", chip, joined_pages=True, reasons=tuple(reasons))
+    if platform == "gpu":
+        reasons = gpu_blocks.unsupported(geometry, device)
+        return Kernels("xla" if reasons else "gpu", device, reasons=tuple(reasons))
+    return replace(XLA, reasons=(f"Pallas kernels are for TPUs and for GPUs from Hopper on, this is a {platform}",))
 
 
 def write_kv(
@@ -58,6 +67,8 @@ def write_kv(
     Returns:
         The updated pool.
     """
+    if kernels.name == "tpu":
+        return tpu_write.write_tokens(pool, keys, values, pages, offsets, interpret=kernels.interpret)
     return layout.write_tokens(pool, keys, values, pages, offsets)
 
 
@@ -87,7 +98,15 @@ def extend_attention(
     Returns:
         `[tokens, q_heads, head_dim]`, zeros for tokens of no row.
     """
-    return xla.extend_attention(q, pool, page_table, seq_lens, query_starts, scoring, sinks)
+    rows = (page_table, seq_lens, query_starts, scoring, sinks)
+    geometry = _geometry(q, pool)
+    if kernels.name == "tpu":
+        blocks = tpu_blocks.extend_blocks(kernels.chip, geometry)
+        return tpu_extend.extend_attention(q, pool, *rows, blocks=blocks, interpret=kernels.interpret)
+    if kernels.name == "gpu":
+        blocks = gpu_blocks.extend_blocks(geometry)
+        return gpu_extend.extend_attention(q, pool, *rows, blocks=blocks, interpret=kernels.interpret)
+    return xla.extend_attention(q, pool, *rows)
 
 
 def decode_attention(
@@ -101,4 +120,17 @@ def decode_attention(
     kernels: Kernels = XLA,
 ) -> jax.Array:
     """Attention of one new token a row: `extend_attention` where token `r` is row `r`'s last position."""
-    return xla.decode_attention(q, pool, page_table, seq_lens, scoring, sinks)
+    rows = (page_table, seq_lens, scoring, sinks)
+    geometry = _geometry(q, pool)
+    if kernels.name == "tpu":
+        blocks = tpu_blocks.decode_blocks(kernels.chip, geometry)
+        return tpu_decode.decode_attention(q, pool, *rows, blocks=blocks, interpret=kernels.interpret)
+    if kernels.name == "gpu":
+        blocks = gpu_blocks.decode_blocks(geometry)
+        return gpu_decode.decode_attention(q, pool, *rows, blocks=blocks, interpret=kernels.interpret)
+    return xla.decode_attention(q, pool, *rows)
+
+
+def _geometry(q: jax.Array, pool: jax.Array) -> Geometry:
+    _, q_heads, head_dim = q.shape
+    return Geometry(q_heads, layout.kv_heads_of(pool), head_dim, layout.page_size_of(pool), pool.dtype.name)

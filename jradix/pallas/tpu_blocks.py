@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import LANES
 
 MIB = 1 << 20
@@ -37,23 +38,10 @@ CHIPS = {
     "v6e": Chip(64 * MIB, 4 * MIB, 1024),
     "7x": Chip(32 * MIB, 4 * MIB, 512),
 }
-"""By the name that `str(pltpu.get_tpu_info().chip_version)` gives."""
+GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "7x"}
+"""By jax's name for the kind of a device."""
 BLOCK_LEN = 512
 """Positions of a block, if the bytes above allow: longer ones waste more at the ends of short rows."""
-
-
-class Geometry(NamedTuple):
-    """One device's share of a model's attention."""
-
-    dtype: jax.typing.DTypeLike
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-
-    @property
-    def itemsize(self) -> int:
-        return jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +80,7 @@ def extend_blocks(generation: str, geometry: Geometry) -> Blocks:
 
 def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str]:
     """Why the kernels do not cover a geometry with rows of up to `max_pages` pages; empty if they do."""
-    dtype, q_heads, kv_heads, head_dim, page_size = geometry
+    q_heads, kv_heads, head_dim, page_size, dtype = geometry
     if generation not in CHIPS:
         return [f"no block sizes for TPU {generation}, only for {', '.join(CHIPS)}"]
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,5 +53,3 @@ def test_more_tiles_than_buffers_and_more_tokens_than_a_chunk(monkeypatch: pytes
     monkeypatch.setattr(tpu_write, "AHEAD", 2)
     got, want = written(64, *chunk(first_page=1, page_size=64, first=7, count=300))
     np.testing.assert_array_equal(got, want)
-
-

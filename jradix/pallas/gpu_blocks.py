@@ -77,5 +77,7 @@ def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
     if page_size % 8:
         reasons.append(f"page size {page_size} is no multiple of 8, the lines of a tile in shared memory")
     if geometry.group > MAX_GROUP:
-        reasons.append(f"{geometry.group} query heads of a KV head are more than {MAX_GROUP}, the lines of a tile of queries")
+        reasons.append(
+            f"{geometry.group} query heads of a KV head are more than {MAX_GROUP}, the lines of a tile of queries"
+        )
     return reasons

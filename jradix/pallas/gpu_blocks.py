@@ -1,8 +1,8 @@
 """Block sizes of the Mosaic GPU kernels, and what these kernels do not cover.
 
-Shared memory of a Hopper multiprocessor is 227 KB, and takes some 64 KB of keys and values on the way to keep its
-share of the memory's bandwidth busy (36 bytes a nanosecond for 1 microsecond). Sizes were chosen by that and by what
-the compiler puts into registers.
+A Hopper multiprocessor has 227 KB of shared memory and must have 36 KB of keys and values on their way to use its share
+of the memory's bandwidth (36 bytes a nanosecond, for a microsecond). Longer blocks spread what a block costs besides
+(waits, reductions, the hand-over of weights through shared memory) over more positions, and end where the registers do.
 """
 
 from dataclasses import dataclass, replace

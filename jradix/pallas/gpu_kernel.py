@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What the warpgroups of a thread block share; `Any` is a reference.
+    """References to what the warpgroups of a thread block share.
 
     q: `[warpgroups, LINES, head_dim]`, SMEM, 16 bits; holds the output in the end.
     keys, values: `[stages, block_len, head_dim]`, SMEM, 16 bits.
@@ -165,7 +165,7 @@ def _kernel(
     q: Any,  # [tiles, kv_heads, lines, head_dim], GMEM, 16 bits
     pool: Any,  # [pages * kv_heads * 2, page_size, head_dim], GMEM, 16 bits
     table: Any,  # [rows, max_pages], GMEM, int32
-    rows: Any,  # [tiles], GMEM, int32, as are first and end
+    rows: Any,  # [tiles], GMEM, int32, as are firsts and ends
     firsts: Any,
     ends: Any,
     out: Any,  # [splits, tiles, kv_heads, lines, head_dim], GMEM, 16 bits

@@ -1,11 +1,11 @@
 """Block sizes of the Mosaic GPU kernels, and what these kernels do not cover.
 
-Shared memory of a Hopper multiprocessor is 227 KB, and takes some 64 KB of keys and values on the way to keep its
-share of the memory's bandwidth busy (36 bytes a nanosecond for 1 microsecond). Sizes were chosen by that and by what
-the compiler puts into registers.
+A Hopper multiprocessor has 227 KB of shared memory and must have 36 KB of keys and values on their way to use its share
+of the memory's bandwidth (36 bytes a nanosecond, for a microsecond). Longer blocks spread what a block costs besides
+(waits, reductions, the hand-over of weights through shared memory) over more positions, and end where the registers do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jradix.pallas.geometry import Geometry
 
@@ -43,41 +43,41 @@ class Blocks:
         return 2 * numbers + 4 * self.lines + 4096
 
 
-DECODE = {64: Blocks(1, 128, 4), 128: Blocks(1, 128, 2), 256: Blocks(1, 64, 2)}
+DECODE = {64: Blocks(1, 64, 4), 128: Blocks(1, 128, 2), 256: Blocks(1, 64, 2)}
+"""By the largest head_dim that they are for. Up to 64, two thread blocks fit on a multiprocessor: 128 registers."""
 EXTEND = {64: Blocks(2, 128, 3), 128: Blocks(2, 128, 2), 256: Blocks(1, 64, 2)}
-"""By the largest head_dim that they are for."""
+"""Beyond 128 a second warpgroup's accumulators would have no registers."""
 
 
 def decode_blocks(geometry: Geometry) -> Blocks:
-    """All query heads of a KV head must fit into a tile."""
-    return _widened(_of(DECODE, geometry.head_dim), geometry.group)
+    """For tiles of one query, all its heads of a KV head."""
+    return _fitting(DECODE, geometry)
 
 
 def extend_blocks(geometry: Geometry) -> Blocks:
-    """A tile takes as many queries, with all their heads of a KV head, as fit."""
-    return _widened(_of(EXTEND, geometry.head_dim), geometry.group)
+    """For tiles of as many queries, all their heads of a KV head, as fit."""
+    return _fitting(EXTEND, geometry)
 
 
-def _of(table: dict[int, Blocks], head_dim: int) -> Blocks:
-    return table[min(size for size in table if size >= head_dim)]
-
-
-def _widened(blocks: Blocks, group: int) -> Blocks:
-    return Blocks(max(blocks.warpgroups, -(-group // LINES)), blocks.block_len, blocks.stages)
+def _fitting(table: dict[int, Blocks], geometry: Geometry) -> Blocks:
+    blocks = table[min(size for size in table if size >= geometry.head_dim)]
+    return replace(blocks, warpgroups=max(blocks.warpgroups, -(-geometry.group // LINES)))
 
 
 def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
-    """Why the kernels do not cover a model on a chip, whose `compute_capability` is "9.0" or so; empty if they do."""
+    """Why the kernels do not cover a model on a chip, such as "9.0"; empty if they do."""
     _, _, head_dim, page_size, dtype = geometry
     reasons = []
-    if not 9.0 <= float(compute_capability) < 10.0:
-        reasons.append(f"wgmma instructions need compute capability 9, not {compute_capability}")
+    if not compute_capability.startswith("9."):
+        reasons.append(f"wgmma instructions need compute capability 9, this GPU has {compute_capability or 'none'}")
     if dtype not in ("bfloat16", "float16"):
-        reasons.append(f"tensor cores have no {dtype}: they round it to 10 bits")
+        reasons.append(f"tensor cores multiply bfloat16 and float16, not {dtype}")
     if head_dim % 16 or not 16 <= head_dim <= max(DECODE):
         reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
     if page_size % 8:
-        reasons.append(f"page size {page_size} is no multiple of the 8 lines of a tile in shared memory")
+        reasons.append(f"page size {page_size} is no multiple of 8, the lines of a tile in shared memory")
     if geometry.group > MAX_GROUP:
-        reasons.append(f"{geometry.group} query heads of a KV head are more than the {MAX_GROUP} lines of a tile")
+        reasons.append(
+            f"{geometry.group} query heads of a KV head are more than {MAX_GROUP}, the lines of a tile of queries"
+        )
     return reasons

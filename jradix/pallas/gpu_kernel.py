@@ -42,6 +42,75 @@ class Tiles(NamedTuple):
     end: jax.Array
 
 
+class _Plan(NamedTuple):
+    """What is known when the kernel is compiled; see `attend`."""
+
+    scoring: Scoring
+    group: int
+    splits: int
+    blocks: Blocks
+    lines: int
+    kv_heads: int
+    page_size: int
+    head_dim: int
+
+    @property
+    def piece(self) -> int:
+        """The most positions that lie both in one page and in one block, wherever: what one copy brings."""
+        return math.gcd(self.page_size, self.blocks.block_len)
+
+    @property
+    def lines_each(self) -> int:
+        """Lines of the tile for each warpgroup. A decode's few are not padded to `LINES` outside of the kernel."""
+        return self.lines // self.blocks.warpgroups
+
+    @property
+    def exponent(self) -> float:
+        """Multiplies scores to make them exponents of 2."""
+        return self.scoring.exponent * LOG2_E
+
+    @property
+    def chunks(self) -> list[Any]:
+        return [pl.ds(at, min(CHUNK, self.head_dim - at)) for at in range(0, self.head_dim, CHUNK)]
+
+
+class _Shared(NamedTuple):
+    """References to what the warpgroups of a thread block share.
+
+    q: `[warpgroups, LINES, head_dim]`, SMEM, 16 bits; holds the output in the end.
+    keys, values: `[stages, block_len, head_dim]`, SMEM, 16 bits.
+    weights: `[warpgroups, LINES, block_len]`, SMEM, 16 bits.
+    lse: `[warpgroups, LINES]`, SMEM, f32.
+    q_arrived, arrived, freed: barriers, one for each warpgroup's queries and two for each stage.
+    cleaned: a barrier, used once: the last block is clean.
+    """
+
+    q: Any
+    keys: Any
+    values: Any
+    weights: Any
+    lse: Any
+    q_arrived: Any
+    arrived: Any
+    freed: Any
+    cleaned: Any
+
+    @classmethod
+    def types(cls, plan: _Plan, dtype: jnp.dtype) -> "_Shared":
+        workers, block_len, stages = plan.blocks.warpgroups, plan.blocks.block_len, plan.blocks.stages
+        return cls(
+            q=plgpu.SMEM((workers, LINES, plan.head_dim), dtype),
+            keys=plgpu.SMEM((stages, block_len, plan.head_dim), dtype),
+            values=plgpu.SMEM((stages, block_len, plan.head_dim), dtype),
+            weights=plgpu.SMEM((workers, LINES, block_len), dtype),
+            lse=plgpu.SMEM((workers, LINES), jnp.float32),
+            q_arrived=plgpu.Barrier(num_barriers=workers),
+            arrived=plgpu.Barrier(num_arrivals=2 * block_len // plan.piece, num_barriers=stages),
+            freed=plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            cleaned=plgpu.Barrier(),
+        )
+
+
 def attend(
     tiles: Tiles,
     pool: jax.Array,
@@ -62,168 +131,193 @@ def attend(
 
     Returns:
         `[splits, tiles, kv_heads, lines, head_dim]` and f32 `[splits, tiles, kv_heads, LINES * warpgroups]`: mixes of
-        values, and base-2 logarithms of the sums of `exp(score)` they were divided by. Zeros and `MASKED` for parts
-        with nothing to see; lines of no query hold anything.
+        values, and base-2 logarithms of the sums of `exp(score)` they were divided by. Zeros and something far below
+        any logarithm for parts with nothing to see; lines of no query hold anything.
     """
     num_tiles, kv_heads, lines, head_dim = tiles.q.shape
-    page_size, block_len, stages = page_size_of(pool), blocks.block_len, blocks.stages
-    workers = blocks.warpgroups
-    lines_each = min(lines, LINES)
-    assert lines == lines_each * workers and kv_heads == kv_heads_of(pool), (tiles.q.shape, pool.shape, blocks)
-    piece = math.gcd(page_size, block_len)  # the most that lies both in one page and in one block
-    exponent = scoring.exponent * LOG2_E
-    chunks = [pl.ds(at, min(CHUNK, head_dim - at)) for at in range(0, head_dim, CHUNK)]
+    assert kv_heads == kv_heads_of(pool)
+    assert lines == blocks.lines or lines <= LINES == blocks.lines
+    plan = _Plan(scoring, group, splits, blocks, lines, kv_heads, page_size_of(pool), head_dim)
 
-    def kernel(*refs: Any) -> None:
-        # q: [tiles, kv_heads, lines, head_dim], GMEM, bf16. pool: [pages * kv_heads * 2, page_size, head_dim], GMEM,
-        # bf16. table: [rows, max_pages]; rows, firsts, ends: [tiles], GMEM, int32. out, lse: what is returned, GMEM.
-        # q_smem, which takes the output in the end: [workers, LINES, head_dim], k_smem and v_smem: [stages, block_len,
-        # head_dim], p_smem: [workers, LINES, block_len], all SMEM, bf16. lse_smem: [workers, LINES], SMEM, f32.
-        q, pool, table, rows, firsts, ends, out, lse, *scratch = refs
-        q_smem, k_smem, v_smem, p_smem, lse_smem, q_arrived, arrived, freed, cleaned = scratch
-        tile, head, split = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("split")
-        worker = lax.axis_index("warpgroup")
-        row, first, end = rows[tile], firsts[tile], ends[tile]
-        begin = 0 if scoring.window is None else lax.div(jnp.maximum(first - scoring.window + 1, 0), piece) * piece
-        num_blocks = pl.cdiv(end - begin, block_len)
-        share = pl.cdiv(num_blocks, splits)
-        start = jnp.minimum(split * share, num_blocks)
-        stop = jnp.minimum(start + share, num_blocks)
+    def paged_attention(*refs: Any) -> None:  # profiles show this name
+        _kernel(plan, *refs)
 
-        @pl.when(worker == workers)
-        def _copy_blocks() -> None:
-            @pl.loop(start, stop)
-            def _copy_block(block: jax.Array) -> None:
-                stage = lax.rem(block - start, stages)
-                position = begin + block * block_len
-                # Page ids are asked for all at once, before the wait: each takes the memory half a microsecond.
-                inside = [position + at < end for at in range(0, block_len, piece)]
-                pages = [
-                    table[row, lax.div(jnp.minimum(position + at, end - 1), page_size)]
-                    for at in range(0, block_len, piece)
-                ]
-
-                @pl.when(block - start >= stages)
-                def _wait_until_read() -> None:
-                    plgpu.barrier_wait(freed.at[stage])
-
-                for i, (page, is_inside) in enumerate(zip(pages, inside, strict=True)):
-                    in_page = pl.ds(lax.rem(position + i * piece, page_size), piece)
-                    in_block = pl.ds(i * piece, piece)
-
-                    @pl.when(is_inside)
-                    def _copy_piece(page=page, in_page=in_page, in_block=in_block) -> None:
-                        for smem, which in ((k_smem, KEY), (v_smem, VALUE)):
-                            plgpu.copy_gmem_to_smem(
-                                pool.at[(page * kv_heads + head) * 2 + which, in_page],
-                                smem.at[stage, in_block],
-                                arrived.at[stage],
-                            )
-
-                    @pl.when(jnp.logical_not(is_inside))
-                    def _arrive_anyway() -> None:
-                        plgpu.barrier_arrive(arrived.at[stage])
-                        plgpu.barrier_arrive(arrived.at[stage])
-
-        @pl.when(worker < workers)
-        def _compute() -> None:
-            mine = pl.ds(worker * lines_each, lines_each)
-            plgpu.copy_gmem_to_smem(
-                q.at[tile, head, mine], q_smem.at[worker, pl.ds(0, lines_each)], q_arrived.at[worker]
-            )
-            plgpu.barrier_wait(q_arrived.at[worker])
-            shape = (LINES, block_len)
-            line = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-            q_pos = first + lax.div(line + worker * LINES, group)
-
-            def add_block(block: jax.Array, carry: tuple[jax.Array, jax.Array, list[jax.Array]]) -> Any:
-                top, total, mixed = carry
-                stage = lax.rem(block - start, stages)
-                position = begin + block * block_len
-                plgpu.barrier_wait(arrived.at[stage])
-
-                def multiply_keys(acc: Any) -> jax.Array:
-                    plgpu.wgmma(acc, q_smem.at[worker], k_smem.at[stage].T)
-                    return acc[...]
-
-                products = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
-                scores = jnp.where(scoring.seen(q_pos, position + column), scoring.capped(products), MASKED)
-                new_top = jnp.maximum(top, scores.max(axis=1))
-                weights = jnp.exp2((scores - lax.broadcast_in_dim(new_top, shape, [0])) * exponent)
-                decay = jnp.exp2((top - new_top) * exponent)
-                total = total * decay + weights.sum(axis=1)
-                p_smem[worker] = weights.astype(q.dtype)
-                plgpu.commit_smem()
-
-                @pl.when(position + block_len > end)
-                def _clean() -> None:
-                    @pl.when(worker == 0)
-                    def _zero_values_past_the_end() -> None:
-                        # What lies there, NaN included, must not reach a sum: 0 * NaN is NaN.
-                        value_line = plgpu.broadcasted_iota(
-                            jnp.int32, (block_len, head_dim), 0, layout=plgpu.Layout.WGMMA
-                        )
-                        v_smem[stage] = jnp.where(position + value_line < end, v_smem[stage], 0)
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(cleaned)
-
-                    plgpu.barrier_wait(cleaned)
-
-                def multiply_values(columns: Any) -> jax.Array:
-                    def multiply(acc: Any) -> jax.Array:
-                        plgpu.wgmma(acc, p_smem.at[worker], v_smem.at[stage, :, columns])
-                        return acc[...]
-
-                    return pl.run_scoped(multiply, plgpu.ACC((LINES, columns.size), jnp.float32))
-
-                mixed = [_scaled(m, decay) + multiply_values(columns) for m, columns in zip(mixed, chunks, strict=True)]
-                plgpu.barrier_arrive(freed.at[stage])
-                return new_top, total, mixed
-
-            top = plgpu.layout_cast(jnp.full((LINES,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            total = plgpu.layout_cast(jnp.full((LINES,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            mixed = [
-                plgpu.layout_cast(jnp.zeros((LINES, columns.size), jnp.float32), plgpu.Layout.WGMMA)
-                for columns in chunks
-            ]
-            top, total, mixed = lax.fori_loop(start, stop, add_block, (top, total, mixed))
-            total = jnp.where(total > 0, total, 1.0)
-            for m, columns in zip(mixed, chunks, strict=True):
-                q_smem[worker, :, columns] = _scaled(m, 1.0 / total).astype(q.dtype)
-            lse_smem[worker] = jnp.maximum(top * exponent, MASKED) + jnp.log(total) * LOG2_E
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[worker, pl.ds(0, lines_each)], out.at[split, tile, head, mine])
-            plgpu.copy_smem_to_gmem(lse_smem.at[worker], lse.at[split, tile, head, pl.ds(worker * LINES, LINES)])
-            plgpu.wait_smem_to_gmem(0)
-
-    dtype = tiles.q.dtype
     call = plgpu.kernel(
-        kernel,
+        paged_attention,
         out_type=[
-            jax.ShapeDtypeStruct((splits, *tiles.q.shape), dtype),
-            jax.ShapeDtypeStruct((splits, num_tiles, kv_heads, LINES * workers), jnp.float32),
+            jax.ShapeDtypeStruct((splits, *tiles.q.shape), tiles.q.dtype),
+            jax.ShapeDtypeStruct((splits, num_tiles, kv_heads, blocks.lines), jnp.float32),
         ],
-        scratch_types=[
-            plgpu.SMEM((workers, LINES, head_dim), dtype),
-            plgpu.SMEM((stages, block_len, head_dim), dtype),
-            plgpu.SMEM((stages, block_len, head_dim), dtype),
-            plgpu.SMEM((workers, LINES, block_len), dtype),
-            plgpu.SMEM((workers, LINES), jnp.float32),
-            plgpu.Barrier(num_barriers=workers),
-            plgpu.Barrier(num_arrivals=2 * block_len // piece, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
-            plgpu.Barrier(),
-        ],
+        scratch_types=[_Shared.types(plan, tiles.q.dtype)],
         grid=(num_tiles, kv_heads, splits),
         grid_names=("tile", "head", "split"),
-        num_threads=workers + 1,
+        num_threads=blocks.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    lines_of_pool = pool.reshape(-1, page_size, head_dim)
+    lines_of_pool = pool.reshape(-1, plan.page_size, head_dim)
     return call(tiles.q, lines_of_pool, page_table, tiles.rows, tiles.first, tiles.end)
+
+
+def _kernel(
+    plan: _Plan,
+    q: Any,  # [tiles, kv_heads, lines, head_dim], GMEM, 16 bits
+    pool: Any,  # [pages * kv_heads * 2, page_size, head_dim], GMEM, 16 bits
+    table: Any,  # [rows, max_pages], GMEM, int32
+    rows: Any,  # [tiles], GMEM, int32, as are firsts and ends
+    firsts: Any,
+    ends: Any,
+    out: Any,  # [splits, tiles, kv_heads, lines, head_dim], GMEM, 16 bits
+    lse: Any,  # [splits, tiles, kv_heads, LINES * warpgroups], GMEM, f32
+    shared: _Shared,
+) -> None:
+    tile, head, split = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("split")
+    worker = lax.axis_index("warpgroup")
+    walk = _Walk.of(plan, split, firsts[tile], ends[tile])
+
+    @pl.when(worker == plan.blocks.warpgroups)
+    def _() -> None:
+        _copy_blocks(plan, walk, pool, table.at[rows[tile]], head, shared)
+
+    @pl.when(worker < plan.blocks.warpgroups)
+    def _() -> None:
+        mine = pl.ds(worker * plan.lines_each, plan.lines_each)
+        q_smem = shared.q.at[worker, pl.ds(0, plan.lines_each)]
+        plgpu.copy_gmem_to_smem(q.at[tile, head, mine], q_smem, shared.q_arrived.at[worker])
+        plgpu.barrier_wait(shared.q_arrived.at[worker])
+        _compute(plan, walk, worker, shared)
+        plgpu.copy_smem_to_gmem(q_smem, out.at[split, tile, head, mine])
+        lse_lines = pl.ds(worker * LINES, LINES)
+        plgpu.copy_smem_to_gmem(shared.lse.at[worker], lse.at[split, tile, head, lse_lines])
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _Walk(NamedTuple):
+    """One thread block's part of what a tile sees: the blocks `[start, stop)` of those from position `begin` on.
+
+    first, end: positions of the tile's queries, see `Tiles`.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    begin: jax.Array
+    start: jax.Array
+    stop: jax.Array
+
+    @classmethod
+    def of(cls, plan: _Plan, split: jax.Array, first: jax.Array, end: jax.Array) -> "_Walk":
+        begin = jnp.zeros_like(first)
+        if plan.scoring.window is not None:
+            begin = lax.div(jnp.maximum(first - plan.scoring.window + 1, 0), plan.piece) * plan.piece
+        num_blocks = pl.cdiv(end - begin, plan.blocks.block_len)
+        share = pl.cdiv(num_blocks, plan.splits)
+        start = jnp.minimum(split * share, num_blocks)
+        return cls(first, end, begin, start, jnp.minimum(start + share, num_blocks))
+
+    def stage(self, plan: _Plan, block: jax.Array) -> jax.Array:
+        return lax.rem(block - self.start, plan.blocks.stages)
+
+    def position(self, plan: _Plan, block: jax.Array) -> jax.Array:
+        return self.begin + block * plan.blocks.block_len
+
+
+def _copy_blocks(plan: _Plan, walk: _Walk, pool: Any, pages: Any, head: jax.Array, shared: _Shared) -> None:
+    """The copying warpgroup: pages of a row (`[max_pages]`, GMEM, int32) into stages, as these become free."""
+
+    @pl.loop(walk.start, walk.stop)
+    def _(block: jax.Array) -> None:
+        stage = walk.stage(plan, block)
+        arrived = shared.arrived.at[stage]
+        positions = [walk.position(plan, block) + at for at in range(0, plan.blocks.block_len, plan.piece)]
+        # Page ids are asked for all at once and before the wait: each takes the memory half a microsecond.
+        ids = [pages[lax.div(jnp.minimum(position, walk.end - 1), plan.page_size)] for position in positions]
+
+        @pl.when(block - walk.start >= plan.blocks.stages)
+        def _() -> None:
+            plgpu.barrier_wait(shared.freed.at[stage])
+
+        for i, (position, page) in enumerate(zip(positions, ids, strict=True)):
+            in_page = pl.ds(lax.rem(position, plan.page_size), plan.piece)
+            in_block = pl.ds(i * plan.piece, plan.piece)
+
+            @pl.when(position < walk.end)
+            def _(page: jax.Array = page, in_page: Any = in_page, in_block: Any = in_block) -> None:
+                for smem, which in ((shared.keys, KEY), (shared.values, VALUE)):
+                    line = (page * plan.kv_heads + head) * 2 + which
+                    plgpu.copy_gmem_to_smem(pool.at[line, in_page], smem.at[stage, in_block], arrived)
+
+            @pl.when(position >= walk.end)
+            def _() -> None:
+                plgpu.barrier_arrive(arrived)
+                plgpu.barrier_arrive(arrived)
+
+
+def _compute(plan: _Plan, walk: _Walk, worker: jax.Array, shared: _Shared) -> None:
+    """A computing warpgroup: from `shared.q` and the blocks that arrive, the output in `shared.q` and `shared.lse`."""
+    shape = (LINES, plan.blocks.block_len)
+    line = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    q_pos = walk.first + lax.div(line + worker * LINES, plan.group)
+
+    def add_block(block: jax.Array, softmax: tuple[jax.Array, jax.Array, list[jax.Array]]) -> Any:
+        top, total, mixed = softmax
+        stage, position = walk.stage(plan, block), walk.position(plan, block)
+        plgpu.barrier_wait(shared.arrived.at[stage])
+        products = _matmul(shared.q.at[worker], shared.keys.at[stage].T)
+        scores = jnp.where(plan.scoring.seen(q_pos, position + column), plan.scoring.capped(products), MASKED)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        weights = jnp.exp2((scores - lax.broadcast_in_dim(new_top, shape, [0])) * plan.exponent)
+        decay = jnp.exp2((top - new_top) * plan.exponent)
+        total = total * decay + weights.sum(axis=1)
+        shared.weights[worker] = weights.astype(shared.weights.dtype)
+        plgpu.commit_smem()
+
+        @pl.when(position + plan.blocks.block_len > walk.end)
+        def _() -> None:
+            _clean(walk.end - position, worker, shared.values.at[stage], shared.cleaned)
+
+        mixed = [
+            _scaled(chunk, decay) + _matmul(shared.weights.at[worker], shared.values.at[stage, :, columns])
+            for chunk, columns in zip(mixed, plan.chunks, strict=True)
+        ]
+        plgpu.barrier_arrive(shared.freed.at[stage])
+        return new_top, total, mixed
+
+    per_line = plgpu.Layout.WGMMA.reduce(1)
+    top = plgpu.layout_cast(jnp.full((LINES,), MASKED, jnp.float32), per_line)
+    total = plgpu.layout_cast(jnp.zeros((LINES,), jnp.float32), per_line)
+    zeros = [jnp.zeros((LINES, chunk.size), jnp.float32) for chunk in plan.chunks]
+    mixed = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA) for zero in zeros]
+    top, total, mixed = lax.fori_loop(walk.start, walk.stop, add_block, (top, total, mixed))
+    total = jnp.where(total > 0, total, 1.0)
+    for chunk, columns in zip(mixed, plan.chunks, strict=True):
+        shared.q[worker, :, columns] = _scaled(chunk, 1.0 / total).astype(shared.q.dtype)
+    shared.lse[worker] = top * plan.exponent + jnp.log(total) * LOG2_E
+    plgpu.commit_smem()
+
+
+def _matmul(a: Any, b: Any) -> jax.Array:
+    """`a @ b` of two references to shared memory, in f32."""
+
+    def multiply(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _clean(held: jax.Array, worker: jax.Array, values: Any, cleaned: Any) -> None:
+    """Zero the lines of the last block from `held` on: whatever lies there, times a weight of 0 may still be NaN."""
+
+    @pl.when(worker == 0)
+    def _() -> None:
+        line = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(line < held, values[...], 0)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cleaned)
+
+    plgpu.barrier_wait(cleaned)
 
 
 def _scaled(lines: jax.Array, factors: jax.Array) -> jax.Array:

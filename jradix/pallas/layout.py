@@ -5,11 +5,12 @@ below the model knows of layers. One copy brings keys and values of a page. A pa
 
 - split, `[kv_heads, 2, page_size, head_dim]`: keys (index 0) and values (index 1) of a head are dense tiles, which a
   CPU gathers and multiplies as they lie.
-- joined, `[kv_heads, page_size, 2 * head_dim]`: a token's keys and values share a line. A TPU pads lines to 128
-  numbers, so that a split pool of head_dim 64 would take twice the memory.
+- joined, `[kv_heads, page_size, line]`: a token's keys and values are the two halves of a line, padded so that lines
+  are whole vectors of a TPU, which would pad a split pool of head_dim 64 to twice its size.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ KEY, VALUE = 0, 1
 
 
 LANES = 128
-"""A TPU stores every line of an array as whole vectors of so many numbers."""
+"""Numbers of a TPU's vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,21 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        page = (self.page_size, 2 * self.head_dim) if self.joined else (2, self.page_size, self.head_dim)
+        page = (self.page_size, line_len(self.head_dim)) if self.joined else (2, self.page_size, self.head_dim)
         return (self.layers * self.num_pages, self.kv_heads, *page)
 
     def page_bytes(self, itemsize: int) -> int:
         """Bytes of one page over all layers, padding included."""
-        line = 2 * self.head_dim
-        padded = -(-line // LANES) * LANES if self.joined else line
-        return self.layers * self.kv_heads * self.page_size * padded * itemsize
+        return prod(self.shape) // self.num_pages * itemsize
+
+
+def line_len(head_dim: int) -> int:
+    """Length of a joined pool's lines.
+
+    Lines of whole vectors take no more memory, for a TPU pads shorter ones, and XLA keeps such an array as the kernels
+    read it. Another it would rather lay out with the pages side by side, and copy all of it at every call.
+    """
+    return LANES if 2 * head_dim <= LANES else 2 * (-(-head_dim // LANES) * LANES)
 
 
 def page_size_of(pool: jax.Array) -> int:
@@ -64,14 +72,16 @@ def write_tokens(
     Writes to a page id outside the pool are dropped. Jitted with the pool donated, this updates it in place.
     """
     lines = join(keys, values) if is_joined(pool) else jnp.stack([keys, values], axis=2)
-    lines = lines.astype(pool.dtype)  # [tokens, kv_heads, 2 * head_dim] or [tokens, kv_heads, 2, head_dim]
+    lines = lines.astype(pool.dtype)  # [tokens, kv_heads, line] or [tokens, kv_heads, 2, head_dim]
     # A TPU would copy the whole pool to scatter along its page_size axis, so there tokens are stored one by one.
     return jax.lax.platform_dependent(pool, lines, pages, offsets, tpu=_store_one_by_one, default=_scatter)
 
 
 def join(keys: jax.Array, values: jax.Array) -> jax.Array:
-    """Tokens' lines in a joined pool, `[..., 2 * head_dim]`."""
-    return jnp.concatenate([keys, values], axis=-1)
+    """Lines of a joined pool, `[..., line]`, of keys and values `[..., head_dim]`."""
+    head_dim = keys.shape[-1]
+    padding = [(0, 0)] * (keys.ndim - 1) + [(0, line_len(head_dim) // 2 - head_dim)]
+    return jnp.concatenate([jnp.pad(keys, padding), jnp.pad(values, padding)], axis=-1)
 
 
 def _scatter(pool: jax.Array, lines: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -93,7 +103,7 @@ def _store_one_by_one(pool: jax.Array, lines: jax.Array, pages: jax.Array, offse
     return jax.lax.fori_loop(0, pages.shape[0], store, pool)
 
 
-def read_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+def read_pages(pool: jax.Array, pages: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Keys and values of `pages` `[rows, n]`, each `[rows, kv_heads, n * page_size, head_dim]`.
 
     Ids outside the pool are clamped to some page of it: the caller masks what it did not ask for. Compiled for a CPU,
@@ -102,15 +112,15 @@ def read_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]
     flattening the pool would make a TPU copy all of it into another layout.
     """
     if is_joined(pool):
-        return _read_joined_pages(pool, pages)
+        return _read_joined_pages(pool, pages, head_dim)
     return jax.lax.platform_dependent(pool, pages, cpu=_read_runs, default=_read_whole_pages)
 
 
-def _read_joined_pages(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _read_joined_pages(pool: jax.Array, pages: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
     rows, n = pages.shape
     _, heads, page_size, line = pool.shape
     lines = pool.at[pages].get(mode="clip").transpose(0, 2, 1, 3, 4).reshape(rows, heads, n * page_size, line)
-    return lines[..., : line // 2], lines[..., line // 2 :]
+    return lines[..., :head_dim], lines[..., line // 2 : line // 2 + head_dim]
 
 
 def _read_runs(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ def extend_attention(
     out = jnp.zeros((tokens, q_heads, head_dim), jnp.float32)
     token, kv_pos = jnp.arange(tokens), jnp.arange(kv_len)
     for row in range(rows):
-        keys, values = (x[0].astype(jnp.float32) for x in read_pages(pool, page_table[row : row + 1]))
+        keys, values = (x[0].astype(jnp.float32) for x in read_pages(pool, page_table[row : row + 1], head_dim))
         q_pos = seq_lens[row] - query_starts[row + 1] + token
         mine = (token >= query_starts[row]) & (token < query_starts[row + 1])
         held = kv_pos < seq_lens[row]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jradix.pallas.geometry import Geometry
-from jradix.pallas.layout import LANES
+from jradix.pallas.layout import LANES, line_len
 
 MIB = 1 << 20
 MAX_TABLE_PAGES = 32768
@@ -110,15 +110,6 @@ def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str
 def tile_lines(dtype: jax.typing.DTypeLike) -> int:
     """Lines of the smallest piece of a page that a copy can bring: a TPU packs numbers below 32 bits line-wise."""
     return 8 * 4 // jnp.dtype(dtype).itemsize
-
-
-def line_len(head_dim: int) -> int:
-    """Of the lines that a joined pool should have, keys in the first half and values in the second.
-
-    Lines of whole vectors take no more memory, for a TPU pads shorter ones, and XLA keeps such an array as the kernels
-    read it. Another it would rather lay out with the pages side by side, and copy all of it at every call.
-    """
-    return LANES if 2 * head_dim <= LANES else 2 * _padded(head_dim, LANES)
 
 
 def vmem_bytes(blocks: Blocks, geometry: Geometry) -> int:

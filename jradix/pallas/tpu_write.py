@@ -30,16 +30,14 @@ def write_tokens(
     *,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `layout.write_tokens`; `pool` is joined, and aliased by the result. Its lines may be longer than the tokens',
-    see `tpu_attention.attend`.
+    """See `layout.write_tokens`; `pool` is joined, and aliased by the result.
 
     Tokens of one page must be neighbours, in the order of their offsets: two tiles that are in flight at once must not
     be the same, or one of the writes is lost.
     """
-    tokens, kv_heads, head_dim = keys.shape
+    tokens, kv_heads, _ = keys.shape
     page_size, line = pool.shape[2:]
     tile_len = tile_lines(pool.dtype)
-    keys, values = (jnp.pad(x, [(0, 0), (0, 0), (0, line // 2 - head_dim)]) for x in (keys, values))
     lines = join(keys, values).astype(pool.dtype)[:, :, None]  # a line is a tile of its own: any token can be picked
     # In VMEM, such a line takes 4 bytes for each of its numbers, whatever their type.
     chunk = min(tokens, max(8, CHUNK_BYTES // (kv_heads * line * 4) // 8 * 8))

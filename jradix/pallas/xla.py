@@ -217,7 +217,7 @@ def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Ar
 
     def gather(block: jax.Array) -> tuple[jax.Array, jax.Array]:
         at = first_page + block * block_pages
-        return read_pages(pool, jax.lax.dynamic_slice_in_dim(page_table, at, block_pages, axis=1))
+        return read_pages(pool, jax.lax.dynamic_slice_in_dim(page_table, at, block_pages, axis=1), tiles.q.shape[-1])
 
     def add_whole(block: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(block)
@@ -260,7 +260,8 @@ def _add_shared(
     tall = folded(q)
 
     def add(block: jax.Array, softmax: Softmax) -> Softmax:
-        keys, values = read_pages(pool, jax.lax.dynamic_slice_in_dim(pages, block * block_pages, block_pages)[None])
+        some = jax.lax.dynamic_slice_in_dim(pages, block * block_pages, block_pages)
+        keys, values = read_pages(pool, some[None], q.shape[-1])
         shared = block * block_len + jnp.arange(block_len, dtype=jnp.int32) < num_pages * page_size_of(pool)
         scores = jnp.where(shared, _scores(tall, keys, scoring), MASKED)
         return softmax.add(scores, jnp.where(shared[:, None], values, 0), scoring.exponent)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,7 @@ TPU = Kernels("tpu", "v6e", joined_pages=True, interpret=pltpu.InterpretParams()
 GPU = Kernels("gpu", "9.0", interpret=plgpu.InterpretGPUParams())
 
 
-def load(path: Path, dtype: type) -> Transformer:
+def load(path: Path, dtype: Any) -> Transformer:
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
     return load_transformer(config, checkpoint, dtype=jnp.dtype(dtype), layer_loop="scan")

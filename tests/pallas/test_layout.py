@@ -21,7 +21,7 @@ def test_what_is_written_at_a_slot_is_read_from_its_page(kv_layout: KVLayout) ->
     keys, values = rng.normal(size=(2, 6, 3, 8)).astype(np.float32)
     pages, offsets = np.array([7, 7, 2, 9, 1, 1]), np.array([0, 3, 1, 2, 0, 1])
     pool = write_tokens(jnp.zeros(kv_layout.shape), *map(jnp.asarray, (keys, values, pages, offsets)))
-    got_keys, got_values = read_pages(pool, jnp.asarray([[7, 2], [9, 1]]))
+    got_keys, got_values = read_pages(pool, jnp.asarray([[7, 2], [9, 1]]), head_dim=8)
     assert got_keys.shape == (2, 3, 8, 8)
     for token, (page, offset) in enumerate(zip(pages, offsets, strict=True)):
         row, at = {7: (0, 0), 2: (0, 4), 9: (1, 0), 1: (1, 4)}[int(page)]
@@ -44,22 +44,22 @@ def test_a_page_s_bytes_times_its_number_are_the_pool_s() -> None:
 
 
 def test_a_joined_page_is_as_large_as_the_tpu_makes_it() -> None:
-    pages = [KVLayout(1, 1, 16, 1, head_dim, joined=True).page_bytes(2) for head_dim in (64, 80, 128)]
-    assert pages == [16 * 128 * 2, 16 * 256 * 2, 16 * 256 * 2]
+    pages = [KVLayout(1, 1, 16, 1, head_dim, joined=True).page_bytes(2) for head_dim in (16, 64, 80, 128, 256)]
+    assert pages == [16 * line * 2 for line in (128, 128, 256, 256, 512)]
 
 
 @both_layouts
 def test_page_ids_beyond_a_table_s_end_do_not_overflow_into_other_rows_reads(kv_layout: KVLayout) -> None:
     pool = jnp.arange(np.prod(kv_layout.shape), dtype=jnp.float32).reshape(kv_layout.shape)
-    alone, _ = read_pages(pool, jnp.asarray([[3]]))
-    beside, _ = read_pages(pool, jnp.asarray([[3, 2**31 - 1, -1]]))
+    alone, _ = read_pages(pool, jnp.asarray([[3]]), head_dim=8)
+    beside, _ = read_pages(pool, jnp.asarray([[3, 2**31 - 1, -1]]), head_dim=8)
     np.testing.assert_array_equal(beside[:, :, :4], alone)
 
 
 @both_layouts
 def test_what_a_tpu_runs_instead_gives_the_same_pool(kv_layout: KVLayout) -> None:
     rng = np.random.default_rng(0)
-    line = (16,) if kv_layout.joined else (2, 8)
+    line = (128,) if kv_layout.joined else (2, 8)
     pool, both = (jnp.asarray(rng.normal(size=shape)) for shape in (kv_layout.shape, (7, 3, *line)))
     pages, offsets = jnp.asarray([7, 7, 2, 10, -1, 2**31 - 1, 0]), jnp.asarray([0, 3, 1, 2, 0, 1, 3])
     stored = layout._store_one_by_one(pool, both, pages, offsets)

@@ -9,7 +9,7 @@ import pytest
 
 from jradix.pallas.tpu_decode import decode_attention
 from tests.pallas.cases import TOLERANCE, Case, dense_attention, make_inputs
-from tests.pallas.tpu_cases import BLOCKS, DECODE_CASES, bucketed, interpreted, tpu_pool, waits_missed
+from tests.pallas.tpu_cases import BLOCKS, DECODE_CASES, bucketed, interpreted, waits_missed
 
 RUNS = [(case, jnp.float32) for case in DECODE_CASES] + [(case, jnp.bfloat16) for case in DECODE_CASES[::6]]
 DECODE = interpreted(decode_attention, ("scoring",), blocks=BLOCKS)
@@ -21,7 +21,7 @@ def test_decode_equals_the_reference_whatever_unowned_slots_hold(case: Case, dty
     padded = bucketed(inputs)
     live = np.asarray(padded.seq_lens) > 0
     q = padded.q[np.maximum(np.cumsum(live) - 1, 0)]  # padding rows have one too
-    rows = (tpu_pool(padded), padded.page_table, padded.seq_lens)
+    rows = (padded.joined_pool(), padded.page_table, padded.seq_lens)
     got = DECODE(q, *rows, scoring=inputs.scoring, sinks=inputs.sinks)
     assert got.dtype == dtype
     want = dense_attention(case, inputs)[: live.sum()]
@@ -36,7 +36,7 @@ def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (inputs.page_table, inputs.seq_lens)
 
     def run(interpret: Any, more_pages: int) -> jax.Array:
-        pool = jnp.pad(tpu_pool(inputs), [(0, more_pages), (0, 0), (0, 0), (0, 0)])
+        pool = jnp.pad(inputs.joined_pool(), [(0, more_pages), (0, 0), (0, 0), (0, 0)])
         return decode_attention(inputs.q, pool, *rows, inputs.scoring, blocks=BLOCKS, interpret=interpret)
 
     assert waits_missed(monkeypatch, run) == [True] * 3

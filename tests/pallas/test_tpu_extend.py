@@ -9,7 +9,7 @@ import pytest
 
 from jradix.pallas.tpu_extend import extend_attention
 from tests.pallas.cases import TOLERANCE, Case, dense_attention, make_inputs
-from tests.pallas.tpu_cases import BLOCKS, EXTEND_CASES, INTERPRET, bucketed, interpreted, tpu_pool
+from tests.pallas.tpu_cases import BLOCKS, EXTEND_CASES, INTERPRET, bucketed, interpreted
 
 RUNS = [(case, jnp.float32) for case in EXTEND_CASES] + [(case, jnp.bfloat16) for case in EXTEND_CASES[::6]]
 EXTEND = interpreted(extend_attention, ("scoring",), blocks=BLOCKS)
@@ -20,7 +20,7 @@ def test_extend_equals_the_reference_whatever_unowned_slots_hold(case: Case, dty
     inputs = make_inputs(case, dtype)
     padded = bucketed(inputs)
     rows = (padded.page_table, padded.seq_lens, padded.query_starts)
-    got = EXTEND(padded.q, tpu_pool(padded), *rows, scoring=inputs.scoring, sinks=inputs.sinks)
+    got = EXTEND(padded.q, padded.joined_pool(), *rows, scoring=inputs.scoring, sinks=inputs.sinks)
     assert got.dtype == dtype
     got, tokens = np.asarray(got, np.float32), inputs.is_query.sum()
     np.testing.assert_allclose(got[:tokens], dense_attention(case, inputs)[:tokens], atol=TOLERANCE[dtype])
@@ -42,5 +42,5 @@ def test_cores_take_turns_at_the_tiles() -> None:
     inputs = make_inputs(case, jnp.float32)
     rows = (inputs.page_table, inputs.seq_lens, inputs.query_starts)
     how = {"blocks": replace(BLOCKS, cores=2), "interpret": replace(INTERPRET, num_cores_or_threads=2)}
-    got = extend_attention(inputs.q, tpu_pool(inputs), *rows, inputs.scoring, **how)
+    got = extend_attention(inputs.q, inputs.joined_pool(), *rows, inputs.scoring, **how)
     np.testing.assert_allclose(got, dense_attention(case, inputs), atol=TOLERANCE[jnp.float32])

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jradix.pallas.layout import KEY, VALUE, join
-from jradix.pallas.tpu_blocks import Blocks, line_len
+from jradix.pallas.tpu_blocks import Blocks
 from tests.pallas.cases import CASES, Case, Inputs
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, vector_clock_size=100)
@@ -54,14 +53,6 @@ def bucketed(inputs: Inputs) -> Inputs:
         seq_lens=seq_lens,
         query_starts=jnp.pad(inputs.query_starts, (0, seq_lens.shape[0] - inputs.seq_lens.shape[0]), mode="edge"),
     )
-
-
-def tpu_pool(inputs: Inputs) -> jax.Array:
-    """The joined pool with lines of whole vectors: zeros after keys and values, NaN where nothing is owned."""
-    half = line_len(inputs.pool.shape[-1]) // 2
-    padding = jnp.where(jnp.isnan(inputs.pool[..., :1]), jnp.nan, jnp.zeros(half - inputs.pool.shape[-1]))
-    wide = jnp.concatenate([inputs.pool, padding.astype(inputs.pool.dtype)], axis=-1)
-    return join(wide[:, :, KEY], wide[:, :, VALUE])
 
 
 def waits_missed(monkeypatch: pytest.MonkeyPatch, run: Callable[[pltpu.InterpretParams, int], Any]) -> list[bool]:

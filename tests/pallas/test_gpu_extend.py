@@ -44,8 +44,8 @@ def test_extend_equals_the_reference_whatever_unowned_slots_hold(name: str) -> N
 def test_a_missing_wait_for_a_copy_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = plgpu.barrier_wait
     calls = iter(range(100))
-    # The third wait of the kernel, as it is traced, is for a block of keys and values.
-    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(calls) == 2 else wait(barrier))
+    # The fourth wait in the kernel's text is for a block of keys and values.
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(calls) == 3 else wait(barrier))
     with pytest.raises(Exception, match="RACE DETECTED"):
         extended(EXTEND_CASES["one token of one row"])
 

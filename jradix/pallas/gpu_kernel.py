@@ -252,6 +252,10 @@ def _copy_blocks(plan: _Plan, walk: _Walk, pool: Any, pages: Any, head: jax.Arra
                 plgpu.barrier_arrive(arrived)
                 plgpu.barrier_arrive(arrived)
 
+    @pl.loop(jnp.maximum(walk.start, walk.stop - plan.blocks.stages), walk.stop)
+    def _(block: jax.Array) -> None:  # leaves no barrier with an arrival that nobody has waited for
+        plgpu.barrier_wait(shared.freed.at[walk.stage(plan, block)])
+
 
 def _compute(plan: _Plan, walk: _Walk, worker: jax.Array, shared: _Shared) -> None:
     """A computing warpgroup: from `shared.q` and the blocks that arrive, the output in `shared.q` and `shared.lse`."""

@@ -41,11 +41,12 @@ def test_extend_equals_the_reference_whatever_unowned_slots_hold(name: str) -> N
     np.testing.assert_allclose(got, want, atol=TOLERANCE[jnp.bfloat16])
 
 
+@pytest.mark.skipif(not hasattr(INTERPRET, "on_race"), reason="jax before 0.12 prints races and goes on")
 def test_a_missing_wait_for_a_copy_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = plgpu.barrier_wait
     calls = iter(range(100))
-    # The third wait of the kernel, as it is traced, is for a block of keys and values.
-    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(calls) == 2 else wait(barrier))
+    # The fourth wait in the kernel's text is for a block of keys and values.
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None if next(calls) == 3 else wait(barrier))
     with pytest.raises(Exception, match="RACE DETECTED"):
         extended(EXTEND_CASES["one token of one row"])
 

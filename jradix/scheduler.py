@@ -184,7 +184,7 @@ class Scheduler:
             request.cached_tokens += copied
         table, first = self.page_tables[request.slot], start // self.page_size
         own = table[first : self._pages_for(end)].copy()
-        self._insert(request, end, num_copied=copied)
+        self._insert(request, end, copied)
         # Where the tree had a page already, others may be reading it: it is not written again, nor copied to.
         num_shared = int(np.count_nonzero(table[first : first + len(own)] != own))
         write_from = min(end, (first + num_shared) * self.page_size) if num_shared else start
@@ -246,7 +246,7 @@ class Scheduler:
         request.num_pages += missing
         return True
 
-    def _insert(self, request: Request, num_tokens: int, num_copied: int = 0) -> None:
+    def _insert(self, request: Request, num_tokens: int, num_copied: int) -> None:
         """Share the request's first `num_tokens` tokens, and take over the tree's pages where it had them already."""
         assert request.lock is not None
         table = self.page_tables[request.slot]

@@ -1,6 +1,6 @@
 """What enters and leaves the tree: events for routers, and a memory of removals for `explain`."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -52,7 +52,8 @@ class Journal:
         self._page_size = page_size
         self._hash_of = [0] * (num_pages + 1)  # by page id; 0 for tails and for pages outside the tree
         self._events: deque[Stored | Removed | Cleared] = deque(maxlen=max_events)
-        self._removals: dict[int, Removal] = {}  # by page hash, oldest first
+        # By page hash, oldest first; a plain dict would skip all that it has lost whenever the oldest is taken.
+        self._removals: OrderedDict[int, Removal] = OrderedDict()
         self._max_removals = 4 * num_pages
 
     def drain(self) -> list[Stored | Removed | Cleared]:
@@ -98,7 +99,7 @@ class Journal:
         self._record(Removed(tuple(hashes)))
         self._removals.update(dict.fromkeys(hashes, cause))
         while len(self._removals) > self._max_removals:
-            del self._removals[next(iter(self._removals))]
+            self._removals.popitem(last=False)
 
     def cleared(self) -> None:
         self._record(Cleared())

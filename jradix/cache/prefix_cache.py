@@ -49,7 +49,7 @@ class PrefixCache:
         eviction_policy: a name (`EVICTION_POLICIES`), or a sort key such as `TailLRU`.
         min_copied_tokens: heads shorter than this are not worth a copy and never offered. None: no heads, no tails.
         max_pinned_pages: the budget of `pin`, a quarter of the pool if not given.
-        journal: record what enters and leaves the tree, for `explain` and for routers; about 1 us a page.
+        journal: record what enters and leaves the tree, for `explain` and for routers; about 3 us a page.
         """
         self.page_size = page_size
         self.enabled = enabled

@@ -34,7 +34,7 @@ DECODE_CASES = [as_decode(case) for case in EXTEND_CASES]
 def interpreted(kernel: Callable, static_argnames: tuple[str, ...] = (), **bound: Any) -> Callable:
     """Jitted; the interpreted program runs once or twice, so that optimizing it takes longer than it saves."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    kernel = partial(kernel, interpret=INTERPRET, **bound)
+    kernel = partial(kernel, **{"interpret": INTERPRET} | bound)
     return jax.jit(kernel, static_argnames=static_argnames, compiler_options=options)
 
 

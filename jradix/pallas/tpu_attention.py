@@ -50,7 +50,9 @@ def attend(
     blocks: Blocks,
     interpret: Any,
 ) -> jax.Array:
-    """Attention output of every item, shaped and typed like `items.q`; zeros where there is no query.
+    """Attention output of every item, shaped and typed like `items.q`.
+
+    Zeros for items without queries; what stands after the queries of a tile that is not full is anything.
 
     Args:
         pool: joined, `[pages, kv_heads, page_size, line]`: keys, then values from the line's middle on. Where a half is
@@ -189,7 +191,7 @@ def _kernel(
 
         turns_ref[1] = jax.lax.fori_loop(0, num_blocks, add_block, turns_ref[1])
         turns_ref[0] = 1 - pages_turn
-        out_ref[...] = softmax.result(count).astype(out_ref.dtype)
+        out_ref[...] = softmax.result().astype(out_ref.dtype)
 
 
 class _Walk(NamedTuple):
@@ -335,10 +337,8 @@ class _Softmax(NamedTuple):
         mixed = _dot("nqs,nsd->nqd", weights.astype(values.dtype), values)
         self.mixed[heads] = self.mixed[heads] * _widened(decay, width) + mixed
 
-    def result(self, count: jax.Array) -> jax.Array:
-        """Zeros for queries from `count` on, which the tile has not."""
-        is_query = jax.lax.broadcasted_iota(jnp.int32, self.mixed.shape, 1) % self.tile_len < count
-        return jnp.where(is_query, self.mixed[...] / _widened(self.total[...], self.mixed.shape[-1]), 0.0)
+    def result(self) -> jax.Array:
+        return self.mixed[...] / _widened(self.total[...], self.mixed.shape[-1])
 
 
 def _dot(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:

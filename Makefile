@@ -10,7 +10,7 @@ demo: venv-demo ## run a real model twice on prompts that share a prefix, and sh
 	$(BIN)/jradix demo
 
 test: lint ## lint, types and all tests (PYTEST_ARGS="-k name" narrows the tests)
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: venv-dev ## formatting, lint rules and types; changes nothing
 	$(BIN)/ruff format --check .

@@ -111,6 +111,8 @@ def kernels(scale: Scale) -> Iterator[Row]:
             )
             if chosen.name != "xla":
                 yield check_case(cases, paged, dtype, chosen)
+            if index == 0:
+                yield check_write(cases, replace(paged, cached=(60,)), dtype, chosen)
             if index % 5 == 0:
                 yield check_case(cases, paged, dtype, replace(XLA, joined_pages=chosen.joined_pages))
 
@@ -130,6 +132,20 @@ def check_case(cases: ModuleType, case: Any, dtype: str, implementation: Kernels
         error = max(error, np.abs(np.asarray(got, np.float64) - want[: len(case.new)]).max())
     passed = bool(error <= LARGEST_ERROR[dtype])  # NaN is not
     return {"case": case.name, "dtype": dtype, "by": implementation.name, "error": float(error), "passed": passed}
+
+
+def check_write(cases: ModuleType, case: Any, dtype: str, implementation: Kernels) -> Row:
+    """Tokens written to slots of a pool, one of them outside of it: every other slot keeps what it had."""
+    inputs = cases.make_inputs(case, jnp.dtype(dtype), poison=False)
+    pool = inputs.joined_pool() if implementation.joined_pages else inputs.pool
+    keys, values = jax.random.normal(jax.random.key(2), (2, 20, case.kv_heads, case.head_dim), dtype)
+    offsets = jnp.asarray([*range(case.page_size - 12, case.page_size), *range(6), 3, 0], jnp.int32)
+    pages = jnp.asarray([2] * 12 + [1] * 6 + [0, -1], jnp.int32)
+    arrays = (keys, values, pages, offsets)
+    got = jax.jit(partial(ops.write_kv, kernels=implementation))(pool, *arrays)
+    want = jax.jit(ops.write_kv)(pool, *arrays)
+    error = float(jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32)).max())
+    return {"case": "write of tokens", "dtype": dtype, "by": implementation.name, "error": error, "passed": not error}
 
 
 def limits(scale: Scale) -> Iterator[Row]:
@@ -327,6 +343,16 @@ def run_parts(names: list[str], scale: Scale, minutes: float) -> dict[str, Any]:
     return found
 
 
+def add_shares(parts: dict[str, Any]) -> None:
+    """Add to what was measured of attention its share of the limits, if both were."""
+    limits = {row["limit"]: row["value"] for row in parts.get("limits", {}).get("rows", [])}
+    for row in parts.get("attention", {}).get("rows", []):
+        if "GB/s" in row and "copy" in limits:
+            row["of copy"] = row["GB/s"] / limits["copy"]
+        if "TFLOP/s" in row and "matmul" in limits:
+            row["of matmul"] = row["TFLOP/s"] * 1e3 / limits["matmul"]
+
+
 def where_and_when() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     versions = {name: version(name) for name in ("jax", "jaxlib", "flax")}
@@ -357,6 +383,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
     parts = run_parts(options.parts, SMALL if options.quick else FULL, options.minutes)
+    add_shares(parts)
     report = {"where": where_and_when(), "parts": parts}
     print(format_report(report))
     if options.json:

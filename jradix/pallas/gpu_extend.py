@@ -9,6 +9,7 @@ from jradix.pallas.gpu_blocks import Blocks
 from jradix.pallas.gpu_kernel import Tiles, attend, merge
 from jradix.pallas.layout import kv_heads_of
 from jradix.pallas.scoring import Scoring
+from jradix.pallas.tiling import cut_rows
 
 
 def extend_attention(
@@ -30,33 +31,18 @@ def extend_attention(
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     tokens, q_heads, head_dim = q.shape
-    rows, kv_heads = page_table.shape[0], kv_heads_of(pool)
+    kv_heads = kv_heads_of(pool)
     group = q_heads // kv_heads
     tile_len = blocks.lines // group
-    num_tiles = -(-tokens // tile_len) + rows - 1  # every row may waste a part of its last tile
-    query_lens = jnp.diff(query_starts)
-    tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-query_lens // tile_len), dtype=jnp.int32)])
-
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(tile_starts, tile, side="right").astype(jnp.int32) - 1, 0, rows - 1)
-    in_row = (tile - tile_starts[row]) * tile_len  # of a tile's first query
-    num_queries = jnp.clip(query_lens[row] - in_row, 0, tile_len)
-    first = jnp.where(num_queries > 0, (seq_lens - query_lens)[row] + in_row, 0)
-    tiled = q.at[(query_starts[row] + in_row)[:, None] + jnp.arange(tile_len)].get(mode="clip")
-    tiled = tiled.reshape(num_tiles, tile_len, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    tiled = tiled.reshape(num_tiles, kv_heads, tile_len * group, head_dim)
-    tiled = jnp.pad(tiled, [(0, 0), (0, 0), (0, blocks.lines - tile_len * group), (0, 0)])
-    tiles = Tiles(tiled, row, first, first + num_queries)
+    tiling = cut_rows(seq_lens, query_starts, tokens, tile_len)
+    queries = tiling.gather(q).reshape(-1, tile_len, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    queries = queries.reshape(len(queries), kv_heads, tile_len * group, head_dim)
+    queries = jnp.pad(queries, [(0, 0), (0, 0), (0, blocks.lines - tile_len * group), (0, 0)])
+    tiles = Tiles(queries, tiling.rows, tiling.starts, tiling.starts + tiling.counts)
 
     mixes, lse = attend(tiles, pool, page_table, scoring, group=group, splits=1, blocks=blocks, interpret=interpret)
-    shape = (1, num_tiles, kv_heads, tile_len, group)
+    shape = (1, len(queries), kv_heads, tile_len, group)
     mixes = mixes[..., : tile_len * group, :].reshape(*shape, head_dim)
     lse = lse[..., : tile_len * group].reshape(shape)
     out = merge(mixes, lse, None if sinks is None else sinks.reshape(kv_heads, 1, group))
-    out = out.transpose(0, 2, 1, 3, 4).reshape(num_tiles * tile_len, q_heads, head_dim)
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(query_starts, token, side="right").astype(jnp.int32) - 1
-    owned = (row >= 0) & (row < rows)
-    row = jnp.clip(row, 0, rows - 1)
-    place = tile_starts[row] * tile_len + token - query_starts[row]  # a row's tiles stand side by side
-    return jnp.where(owned[:, None, None], out.at[place].get(mode="clip"), 0)
+    return tiling.put_back(out.transpose(0, 2, 1, 3, 4).reshape(-1, tile_len, q_heads, head_dim))

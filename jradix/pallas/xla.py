@@ -1,6 +1,6 @@
 """Paged attention on XLA alone: a loop over blocks of gathered pages with an online softmax, for any backend.
 
-Queries are cut into tiles that belong to one row each; a decode row is a tile of one query. Tiles are taken a group at
+Tiles are cut into tiles that belong to one row each; a decode row is a tile of one query. Tiles are taken a group at
 a time, and a group walks the keys and values of its rows block by block (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018; the blocking is that of FlashAttention, Dao et al., 2022). Pages that all rows of a
 group start with are read once for the whole group (the idea of Hydragen, Juravsky et al., 2024), so groups end where a
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jradix.pallas.layout import kv_heads_of, page_size_of, read_pages
 from jradix.pallas.scoring import Scoring
+from jradix.pallas.tiling import cut_rows
 
 GROUP_TILES = 16
 GROUP_QUERIES = 768
@@ -76,7 +77,7 @@ class Softmax(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Queries cut into tiles of one row each.
+    """Tiles cut into tiles of one row each.
 
     q: `[tiles, kv_heads, group * tile_len, head_dim]`, all query heads of a KV head folded into the matmul's rows.
     positions: int32 `[tiles, tile_len]`, each query's position; -1 where there is no query.
@@ -117,29 +118,14 @@ def extend_attention(
     tokens, q_heads, head_dim = q.shape
     rows, kv_heads = page_table.shape[0], kv_heads_of(pool)
     tile_len = _tile_len(tokens, rows)
-    num_tiles = -(-tokens // tile_len) + rows - 1  # every row may waste a part of its last tile
-    query_lens = jnp.diff(query_starts)
-    tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-query_lens // tile_len), dtype=jnp.int32)])
-
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(tile_starts, tile, side="right").astype(jnp.int32) - 1, 0, rows - 1)
-    in_row = (tile - tile_starts[row])[:, None] * tile_len + jnp.arange(tile_len, dtype=jnp.int32)
-    is_query = (in_row >= 0) & (in_row < query_lens[row][:, None])
-    positions = jnp.where(is_query, (seq_lens - query_lens)[row][:, None] + in_row, -1)
-    tiled = q.at[query_starts[row][:, None] + in_row].get(mode="clip")  # [tiles, tile_len, q_heads, head_dim]
-    tiled = tiled.reshape(num_tiles, tile_len, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    tiles = Tiles(tiled.reshape(num_tiles, kv_heads, -1, head_dim), positions, page_table[row])
-
+    tiling = cut_rows(seq_lens, query_starts, tokens, tile_len)
+    place = jnp.arange(tile_len, dtype=jnp.int32)
+    positions = jnp.where(place < tiling.counts[:, None], tiling.starts[:, None] + place, -1)
+    grouped = tiling.gather(q).reshape(-1, tile_len, kv_heads, q_heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    tiles = Tiles(grouped.reshape(len(grouped), kv_heads, -1, head_dim), positions, page_table[tiling.rows])
     out = _attend(tiles, pool, scoring, sinks)
-    out = out.reshape(num_tiles, kv_heads, -1, tile_len, head_dim).transpose(0, 3, 1, 2, 4)
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(query_starts, token, side="right").astype(jnp.int32) - 1
-    owned = (row >= 0) & (row < rows)
-    row = jnp.clip(row, 0, rows - 1)
-    in_row = token - query_starts[row]
-    flat = (tile_starts[row] + in_row // tile_len) * tile_len + in_row % tile_len
-    back = out.reshape(num_tiles * tile_len, q_heads, head_dim).at[flat].get(mode="clip")
-    return jnp.where(owned[:, None, None], back, 0)
+    out = out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4)
+    return tiling.put_back(out.reshape(-1, tile_len, q_heads, head_dim))
 
 
 def _tile_len(tokens: int, rows: int) -> int:

@@ -27,6 +27,7 @@ def test_every_part_reports_rows(check: Any, tmp_path: Path, capsys: pytest.Capt
     assert all(part["rows"] for part in report["parts"].values())
     assert all(row["error"] <= check.LARGEST_ERROR[row["dtype"]] for row in report["parts"]["kernels"]["rows"])
     assert [row["batch"] for row in report["parts"]["steps"]["rows"]] == [2]
+    assert all({"of copy", "of matmul"} & row.keys() for row in report["parts"]["attention"]["rows"])
     [prefix] = report["parts"]["prefix"]["rows"]
     assert prefix["cached"] > 0
     printed = capsys.readouterr().out
@@ -57,6 +58,6 @@ def test_an_error_too_large_or_nan_is_a_failure(check: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(check.ops, "extend_attention", wrong)
     report = check.run_parts(["kernels"], check.SMALL, minutes=5)
-    assert not any(row["passed"] for row in report["kernels"]["rows"])
+    assert not any(row["passed"] for row in report["kernels"]["rows"] if row["case"] != "write of tokens")
     monkeypatch.setattr(check, "run_parts", lambda *_: report)
     assert check.main(["--quick"]) == 1

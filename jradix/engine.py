@@ -109,6 +109,8 @@ class Engine:
 
     def abort_request(self, rid: str) -> bool:
         """End a live request; its result has finish reason "abort". False if no such request is alive."""
+        if not isinstance(rid, str):
+            raise ValueError(f"rid must be the id of one request, a string, got {rid!r}")
         with self._lock:
             output = self._outputs.get(rid)
             if output is None:

@@ -167,6 +167,8 @@ def test_abort_works_at_every_stage_and_leaves_right_caches(tiny_engine: Engine)
         assert output_ids(tiny_engine, [prompt], greedy(8))[0] == expected, f"aborted after {steps} steps"
     tiny_engine.scheduler.chunked_prefill_size = 64
     assert not tiny_engine.abort_request("nobody")
+    with pytest.raises(ValueError, match="rid must be the id of one request"):
+        tiny_engine.abort_request(["nobody"])  # pyright: ignore[reportArgumentType]
 
 
 def test_aborts_do_not_disturb_requests_on_the_same_prefix(tiny_engine: Engine) -> None:

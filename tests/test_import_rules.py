@@ -161,7 +161,7 @@ def platform_violations(module: Module) -> Iterator[str]:
         if isinstance(node, ast.Compare):
             constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
             if found := constants & PLATFORMS:
-                yield f"6: only pallas/, mesh.py and aot.py branch on the platform, but line {node.lineno} tests {found}"
+                yield f"6: only pallas/, mesh.py and aot.py know platforms, but line {node.lineno} tests {found}"
 
 
 def used_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """The inputs that every attention implementation must handle: one list, shared by all their tests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -66,6 +66,13 @@ CASES = [
     Case("one prefix, soft cap and sinks", (300, 290), (4, 5), page_size=16, shared_pages=16, soft_cap=4.0, sinks=True),
     Case("more rows and tokens than a tile", (0, 5, 200, 31), (150, 1, 3, 40), page_size=16),
 ]
+
+
+def as_decode(case: Case) -> Case:
+    """One query a row, the last of its tokens."""
+    cached = tuple(cached + max(0, new - 1) for cached, new in zip(case.cached, case.new, strict=True))
+    return replace(case, cached=cached, new=tuple(min(new, 1) for new in case.new), extra_tokens=case.new.count(0))
+
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2}
 """Largest error against the float32 reference of the same inputs, values of about 1."""

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jradix.pallas.gpu_blocks import Blocks
-from tests.pallas.cases import CASES, Case
+from tests.pallas.cases import CASES, as_decode
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 """A race raises, so does a read outside of a buffer; what was never written is NaN. Warpgroups are threads that wait
@@ -17,12 +17,6 @@ BLOCKS = Blocks(warpgroups=2, block_len=64, stages=2)
 EXTEND_CASES = {case.name: replace(case, page_size=max(16, case.page_size)) for case in CASES}
 
 lines_of_no_query_may_be_nan = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-
-
-def as_decode(case: Case) -> Case:
-    """One query a row, the last of its tokens."""
-    cached = tuple(cached + max(0, new - 1) for cached, new in zip(case.cached, case.new, strict=True))
-    return replace(case, cached=cached, new=tuple(min(new, 1) for new in case.new), extra_tokens=case.new.count(0))
 
 
 DECODE_CASES = {name: as_decode(case) for name, case in EXTEND_CASES.items()}

@@ -1,22 +1,18 @@
 """The ahead-of-time check: what it compiles, what it calls a fault, and its estimates."""
 
-import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def check() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("aot_check")
+def check(load_script: Callable[[str], Any]) -> Any:
+    return load_script("aot_check")
 
 
 def test_a_program_fails_for_a_pool_not_aliased_large_temporaries_and_pool_sized_copies(check: Any) -> None:

@@ -1,21 +1,16 @@
 """The cache benchmark: every number it promises, and a tree within its memory."""
 
-import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("bench_cache")
+def bench(load_script: Callable[[str], Any]) -> Any:
+    return load_script("bench_cache")
 
 
 def test_the_command_line_prints_every_number(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,7 @@
 """The host benchmark: its parts make up the whole, and it leaves no timers behind."""
 
-import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,10 @@ import pytest
 import jradix.engine
 from jradix import batch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("bench_host")
+def bench(load_script: Callable[[str], Any]) -> Any:
+    return load_script("bench_host")
 
 
 def test_the_command_line_prints_each_part_and_their_sum(

@@ -1,8 +1,7 @@
 """The prefix benchmark on a tiny model: what it counts, that the cache changes no output, and what it predicts."""
 
-import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,10 @@ import pytest
 
 from jradix import Engine, EngineConfig
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("bench_prefix")
+def bench(load_script: Callable[[str], Any]) -> Any:
+    return load_script("bench_prefix")
 
 
 def tokens(*ids: int) -> np.ndarray:

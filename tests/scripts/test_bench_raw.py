@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,10 @@ from safetensors import safe_open
 
 from jradix import Engine
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("bench_raw")
+def bench(load_script: Callable[[str], Any]) -> Any:
+    return load_script("bench_raw")
 
 
 def test_the_work_of_a_model_is_what_its_checkpoint_holds(bench: Any, tiny_path: Callable[[str], Path]) -> None:

@@ -1,21 +1,16 @@
 """The device check on a CPU: every part runs small, and what goes wrong is reported while the rest goes on."""
 
-import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture(scope="module")
-def check() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("device_check")
+def check(load_script: Callable[[str], Any]) -> Any:
+    return load_script("device_check")
 
 
 def test_every_part_reports_rows(check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

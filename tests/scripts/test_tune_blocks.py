@@ -1,9 +1,7 @@
 """The tuning of block sizes, without a chip: what it tries, and how it ranks."""
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +9,13 @@ import pytest
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.ops import Kernels
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 LLAMA = Geometry(q_heads=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 CHIPS = [Kernels("tpu", "v6e", joined_pages=True), Kernels("tpu", "7x", joined_pages=True), Kernels("gpu", "9.0")]
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("tune_blocks")
+def script(load_script: Callable[[str], Any]) -> Any:
+    return load_script("tune_blocks")
 
 
 @pytest.mark.parametrize("kind", ["decode", "extend"])

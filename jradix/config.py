@@ -35,7 +35,7 @@ class EngineConfig:
             tokens agree. None: only whole pages are reused.
         tp_size: devices that share each layer.
         random_seed: of requests that set no seed, and of dummy weights.
-        layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" unrolls on a GPU.
+        layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" unrolls on GPUs and TPU 7x.
         warmup: compile every bucket before the first request, instead of each when it is first needed.
         strict_compile: raise if anything has to be compiled after the warm-up.
         compilation_cache_dir: where compiled steps are kept between runs. None: jax's own setting.

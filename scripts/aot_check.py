@@ -39,7 +39,7 @@ from jradix.aot import TARGETS, Target, copied_shapes
 from jradix.batch import packed_len
 from jradix.cache.pool import pages_that_fit
 from jradix.config import Buckets, EngineConfig, StepShape
-from jradix.mesh import ACCELERATOR_FRACTION
+from jradix.mesh import ACCELERATOR_FRACTION, layer_loop_for
 from jradix.model.config import ModelConfig
 from jradix.model.weights import abstract_transformer
 from jradix.pallas.layout import KVLayout
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def layer_loop(self) -> Any:
-        return "scan" if self.target.platform == "tpu" else "unroll"
+        return layer_loop_for(self.target.platform, self.target.device)
 
 
 def weight_bytes(config: ModelConfig) -> int:

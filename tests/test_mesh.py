@@ -6,8 +6,17 @@ import pytest
 from jradix import mesh
 
 
-def test_the_layer_loop_of_this_backend_is_one_that_models_know() -> None:
-    assert mesh.default_layer_loop() in ("scan", "unroll")
+@pytest.mark.parametrize(
+    ("platform", "device_kind", "loop"),
+    [
+        ("cpu", "cpu", "scan"),
+        ("gpu", "NVIDIA H200", "unroll"),
+        ("tpu", "TPU v6 lite", "scan"),
+        ("tpu", "TPU7x", "unroll"),
+    ],
+)
+def test_layers_are_scanned_where_their_weights_are_read_in_place(platform: str, device_kind: str, loop: str) -> None:
+    assert mesh.layer_loop_for(platform, device_kind) == loop
 
 
 def test_the_pool_may_take_a_share_of_the_free_memory() -> None:

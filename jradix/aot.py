@@ -75,9 +75,12 @@ class Target:
 
 
 def copied_shapes(program: jax.stages.Compiled) -> set[tuple[int, ...]]:
-    """Shapes of all copies in a compiled program, their sizes sorted: a transposed copy is one too."""
-    copies = re.findall(r"\[([\d,]+)\]\S* copy\(", program.as_text() or "")
-    return {tuple(sorted(map(int, sizes.split(",")))) for sizes in copies}
+    """Shapes of all copies in a compiled program, their sizes sorted: a transposed copy is one too.
+
+    Not those into a TPU's VMEM, memory space 1, which are how it reads what it is about to use.
+    """
+    copies = re.findall(r"\[([\d,]+)\](\S*) copy\(", program.as_text() or "")
+    return {tuple(sorted(map(int, sizes.split(",")))) for sizes, layout in copies if "S(1)" not in layout}
 
 
 TARGETS = {

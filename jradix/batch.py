@@ -84,7 +84,7 @@ def build_arrays(
     pages_per_layer: int,
 ) -> npt.NDArray[np.int32]:
     """Lay the plan out in the bucket, as the vector that `StepArrays.unpack` takes apart; a fresh one for each step,
-    because the device may alias it. Padding tokens write to the null page and belong to no row.
+    because the device may alias it. Padding tokens have the null page and belong to no row.
     """
     packed = np.zeros(packed_len(shape), np.int32)
     step: Any = StepArrays.unpack(packed, shape, pages_per_layer)  # views: to write to them fills `packed`

@@ -10,6 +10,8 @@ EvictionPolicy = Literal["adaptive", "fifo", "filo", "lfu", "lru", "mru", "prior
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "bfloat16", "float32"]
 LayerLoop = Literal["auto", "scan", "unroll"]
+MAX_CHUNK = 32768
+"""Prompt tokens of a step: a TPU notes 8 bytes of each in a memory of 1 MiB, and far fewer fill any device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class EngineConfig:
             ("random_seed", 0),
         ):
             _require(_is_int(getattr(self, name), limit), self, name, f"an integer of at least {limit}")
+        _require(self.chunked_prefill_size <= MAX_CHUNK, self, "chunked_prefill_size", f"at most {MAX_CHUNK}")
         for name, limit in (("context_length", 2), ("max_total_tokens", self.page_size), ("min_copied_tokens", 1)):
             value = getattr(self, name)
             _require(value is None or _is_int(value, limit), self, name, f"None or an integer of at least {limit}")

@@ -25,7 +25,7 @@ def report(config: EngineConfig) -> str:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in VERSIONS},
         "device": mesh.device_description(),
-        "attention": "XLA" if kernels.name == "xla" else f"Pallas kernels for {kernels.chip}",
+        "attention": "XLA" if kernels.name == "xla" else f"Pallas kernels for {kernels.name.upper()} {kernels.chip}",
         **({"because": "; ".join(kernels.reasons)} if kernels.reasons else {}),
         "model": f"{model.architecture}, {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.head_dim}, vocabulary of {model.vocab_size}",

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Plan:
         page = KVLayout(
             config.layers, 1, engine.page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages
         )
-        at_most = engine.max_running_requests * context_length // engine.page_size
+        at_most = engine.max_running_requests * -(-context_length // engine.page_size)
         pages = pages_that_fit(page.page_bytes(DTYPE.itemsize), memory - weight_bytes(config), at_most) + 1
         return cls(target, config, kernels, replace(page, num_pages=pages), buckets)
 
@@ -113,16 +114,20 @@ def compile_programs(plan: Plan, model: str, target: str, shapes: Sequence[StepS
     slots = plan.buckets.decode_rows[-1]
 
     def line(program: str, jitted: Any, *args: Any, **static: Any) -> Line:
+        head = (target, model, program, plan.kernels.name, plan.config.layers)
+        pool_bytes = plan.layout.page_bytes(DTYPE.itemsize) * plan.layout.num_pages
         start = time.perf_counter()
-        compiled = plan.target.compile(jitted, *args, **static)
+        try:
+            compiled = plan.target.compile(jitted, *args, **static)
+        except jax.errors.JaxRuntimeError as error:
+            reason = f"does not compile: {error}".splitlines()[0][:300]
+            return Line(*head, time.perf_counter() - start, 0, 0, 0, pool_bytes, [reason])
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
         assert memory is not None
         numbers = (memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
-        pool_bytes = plan.layout.page_bytes(DTYPE.itemsize) * plan.layout.num_pages
         faults = find_faults(numbers[1], numbers[2], pool_bytes, prod(pool.shape), copied_shapes(compiled))
-        head = (target, model, program, plan.kernels.name, plan.config.layers, seconds)
-        return Line(*head, *numbers, pool_bytes, faults)
+        return Line(*head, seconds, *numbers, pool_bytes, faults)
 
     copies = jax.ShapeDtypeStruct((2, plan.buckets.extend_rows[-1]), jnp.int32)
     yield line("copy of pages", jit_copies(plan.layout.num_pages), pool, copies)
@@ -219,6 +224,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all-buckets", action="store_true", help="every step program instead of three a model")
     parser.add_argument("--json", type=Path, help="write the table's numbers here")
     options = parser.parse_args(arguments)
+    if "h200" in options.targets and find_spec("jax_plugins") is None:
+        parser.error("h200 needs jax's CUDA plug-in: make aot-gpu installs it")
+    limit = min(model_config(model).max_position_embeddings for model in options.models)
+    if not 2 <= options.context_length <= limit:
+        parser.error(f"--context-length must be from 2 to {limit}, these models' limit, got {options.context_length}")
+    try:
+        lines, estimates = check(options)
+    except ValueError as error:
+        parser.error(str(error))
+    print(format_lines(lines), format_estimates(estimates), sep="\n\n")
+    if options.json:
+        found = {"programs": list(map(asdict, lines)), "estimates": list(map(asdict, estimates))}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if any(line.faults for line in lines) else 0
+
+
+def check(options: argparse.Namespace) -> tuple[list[Line], list[Estimate]]:
+    """Compile what the command line asks for. ValueError if no engine could be started so."""
     engine = EngineConfig(
         model_path="",
         page_size=options.page_size,
@@ -233,11 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         shapes = plan.buckets.shapes()
         lines += compile_programs(plan, model, target, shapes if options.all_buckets else some_of(shapes))
     estimates = [estimate(target, model) for target, model in pairs]
-    print(format_lines(lines), format_estimates(estimates), sep="\n\n")
-    if options.json:
-        found = {"programs": list(map(asdict, lines)), "estimates": list(map(asdict, estimates))}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if any(line.faults for line in lines) else 0
+    return lines, estimates
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _gpu_variants(chosen: Any, geometry: Geometry) -> Iterator[Any]:
 def timer(kernels: Kernels, kind: str, geometry: Geometry) -> Callable[[Any], float]:
     """Seconds of a step of that kind with some blocks."""
     rows = DECODE_ROWS if kind == "decode" else 1
-    pages = CONTEXT // geometry.page_size
+    pages = -(-CONTEXT // geometry.page_size)
     pool = random_pool(geometry, rows * pages + 1, kernels)
     tokens = rows if kind == "decode" else PROMPT_LEN
     q = jax.random.normal(jax.random.key(1), (tokens, geometry.q_heads, geometry.head_dim), geometry.dtype)
@@ -127,6 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--json", type=Path, help="write every trial here")
     options = parser.parse_args(arguments)
+    if min(options.page_sizes) < 1:
+        parser.error(f"--page-sizes must be at least 1, got {min(options.page_sizes)}")
     found: list[dict[str, Any]] = []
     for model, page_size, kind in itertools.product(options.models, options.page_sizes, options.kinds):
         geometry = geometry_of(model_config(model), page_size)

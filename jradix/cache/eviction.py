@@ -68,7 +68,7 @@ class HeapQueue:
     """Candidates ordered by a policy's key: O(log candidates) to add and to take the first.
 
     Removal is lazy. A node's `ticket` names its one valid entry; entries with an older ticket are skipped when they
-    surface, and swept when they outnumber the valid ones.
+    surface, and swept when they are half as many as the valid ones.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -90,7 +90,7 @@ class HeapQueue:
         if node.ticket:
             node.ticket = 0
             self._num_valid -= 1
-            if len(self._heap) > 2 * self._num_valid + 64:
+            if 2 * len(self._heap) > 3 * self._num_valid + 128:
                 self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
                 heapify(self._heap)
 

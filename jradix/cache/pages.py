@@ -11,7 +11,7 @@ PageIds = npt.NDArray[np.int32]
 
 
 class PageAllocator:
-    """Hands out page ids 1..num_pages. Page 0 is the null page: padding writes land there, nobody owns it.
+    """Hands out page ids 1..num_pages. Page 0 is the null page, which nobody owns.
 
     A page moves ``free -> private -> free`` or ``free -> private -> tree -> free``. Every move checks the state it
     starts from, so that a page freed twice, or freed while the tree owns it, is an ``AssertionError`` that changes

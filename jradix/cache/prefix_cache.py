@@ -53,6 +53,10 @@ class PrefixCache:
         """
         self.page_size = page_size
         self.enabled = enabled
+        if min_copied_tokens is not None and min_copied_tokens < 1:
+            raise ValueError(f"min_copied_tokens must be at least 1, or None for no copies, got {min_copied_tokens}")
+        if max_pinned_pages is not None and max_pinned_pages < 0:
+            raise ValueError(f"max_pinned_pages must be at least 0, got {max_pinned_pages}")
         self._min_copied_tokens = min_copied_tokens
         self._contents = Contents(num_pages, page_size, eviction_policy, journal)
         self._pages, self._tree = self._contents.pages, self._contents.tree
@@ -173,8 +177,8 @@ class PrefixCache:
     def allocate(self, num_pages: int, owner: Hashable = None) -> PageIds | None:
         """Private pages for a request, [num_pages] int32, evicting unlocked leaves as needed.
 
-        None if free and evictable pages together are too few; then nothing has changed and nothing was evicted.
-        Pins give way first, oldest first. `owner` names the request in the journal.
+        None if `num_allocatable` is too few; then nothing has changed and nothing was evicted. Where evicting is not
+        enough, pins give way, oldest first. `owner` names the request in the journal.
         """
         if num_pages > self.num_free + self.num_evictable:
             if num_pages > self.num_allocatable:

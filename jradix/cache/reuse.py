@@ -178,7 +178,7 @@ class ReuseQueue:
             oldest = 2 * class_of(node.uses)
             for index in (oldest, oldest + 1):
                 heap = self._heaps[index]
-                if len(heap) > 2 * self._num_valid + 64:
+                if 2 * len(heap) > 3 * self._num_valid + 128:
                     self._heaps[index] = [entry for entry in heap if entry[1] == entry[2].ticket]
                     heapify(self._heaps[index])
 

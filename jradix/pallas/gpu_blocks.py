@@ -46,7 +46,7 @@ class Blocks:
 DECODE = {64: Blocks(1, 64, 4), 128: Blocks(1, 128, 2), 256: Blocks(1, 64, 2)}
 """By the largest head_dim that they are for. Up to 64, two thread blocks fit on a multiprocessor: 128 registers."""
 EXTEND = {64: Blocks(2, 128, 3), 128: Blocks(2, 128, 2), 256: Blocks(1, 64, 2)}
-"""Beyond 128 a second warpgroup's accumulators would have no registers."""
+"""Beyond 128, only groups that need a second warpgroup get one: its accumulators spill."""
 
 
 def decode_blocks(geometry: Geometry) -> Blocks:
@@ -74,6 +74,8 @@ def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
         reasons.append(f"tensor cores multiply bfloat16 and float16, not {dtype}")
     if head_dim % 16 or not 16 <= head_dim <= max(DECODE):
         reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
+    if geometry.q_heads % geometry.kv_heads:
+        reasons.append(f"{geometry.q_heads} query heads are no multiple of {geometry.kv_heads} KV heads")
     if page_size % 8:
         reasons.append(f"page size {page_size} is no multiple of 8, the lines of a tile in shared memory")
     if geometry.group > MAX_GROUP:

@@ -1,4 +1,4 @@
-"""Where one token's keys and values lie inside the KV pool: the only file that knows the order of a page's axes.
+"""Where one token's keys and values lie inside the KV pool: the order of a page's axes, which only kernels repeat.
 
 The pool is one flat array over the pages of all layers; layer `l`'s copy of page `p` is row `l * pages + p`, so nothing
 below the model knows of layers. One copy brings keys and values of a page. A page is laid out in one of two ways:

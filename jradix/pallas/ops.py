@@ -16,7 +16,7 @@ class Kernels:
 
     Attributes:
         name: "xla" runs everywhere; the others are Pallas kernels for one kind of device.
-        chip: what block sizes depend on, a TPU's generation such as "v6e".
+        chip: a TPU's generation such as "v6e", a GPU's compute capability.
         joined_pages: whether the pool must be joined, see `layout`.
         reasons: why no Pallas kernels are used; empty if they are.
         interpret: how to run Pallas kernels on a CPU, slowly, for tests; False to compile them.
@@ -36,15 +36,24 @@ def choose(platform: str, device: str, geometry: Geometry, max_pages: int) -> Ke
     """The best implementation for rows of up to `max_pages` pages.
 
     platform: "cpu", "gpu" or "tpu". device: of a TPU jax's name for its kind, of a GPU its compute capability.
+
+    Raises:
+        ValueError: a TPU cannot keep pages of this size as they are; whatever read them would copy the whole pool.
     """
     if platform == "tpu":
+        lines = tpu_blocks.tile_lines(geometry.dtype)
+        if geometry.page_size % lines:
+            raise ValueError(
+                f"page_size must be a multiple of {lines} on a TPU in {geometry.dtype}, got {geometry.page_size}: "
+                "its memory holds so many lines together"
+            )
         chip = tpu_blocks.GENERATIONS.get(device, device)
         reasons = tpu_blocks.unsupported(chip, geometry, max_pages)
         return Kernels("xla" if reasons else "tpu", chip, joined_pages=True, reasons=tuple(reasons))
     if platform == "gpu":
         reasons = gpu_blocks.unsupported(geometry, device)
         return Kernels("xla" if reasons else "gpu", device, reasons=tuple(reasons))
-    return replace(XLA, reasons=(f"Pallas kernels are for TPUs and for GPUs from Hopper on, this is a {platform}",))
+    return replace(XLA, reasons=(f"Pallas kernels are for TPUs and Hopper GPUs, this is a {platform}",))
 
 
 def write_kv(
@@ -62,7 +71,7 @@ def write_kv(
         pool: split or joined, see `layout`; donated by the step that calls this.
         keys, values: `[tokens, kv_heads, head_dim]`.
         pages, offsets: int32 `[tokens]`, flat page id (layer included) and place inside the page. A page id
-            outside the pool drops the write.
+            outside the pool drops the write. Tokens of one page are neighbours, in the order of their offsets.
 
     Returns:
         The updated pool.

@@ -86,12 +86,10 @@ def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str
     """Why the kernels do not cover a geometry with rows of up to `max_pages` pages; empty if they do."""
     q_heads, kv_heads, head_dim, page_size, dtype = geometry
     if generation not in CHIPS:
-        return [f"no block sizes for TPU {generation}, only for {', '.join(CHIPS)}"]
+        return [f"no block sizes for {generation}, only for TPU {', '.join(CHIPS)}"]
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return [f"keys and values of {jnp.dtype(dtype)}, not bfloat16 or float32"]
-    reasons, lines = [], tile_lines(dtype)
-    if page_size % lines:
-        reasons.append(f"page_size {page_size} is no multiple of {lines}, the lines of a {jnp.dtype(dtype)} tile")
+    reasons = []
     if q_heads % kv_heads:
         reasons.append(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
     if head_dim > 2 * LANES:
@@ -102,7 +100,8 @@ def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str
         _fits(choose(generation, geometry), geometry) for choose in (decode_blocks, extend_blocks)
     ):
         reasons.append(
-            f"two pages of {page_size} and {MIN_TILE_LEN} queries do not fit {CHIPS[generation].vmem_bytes} bytes"
+            f"two pages of {page_size} and {MIN_TILE_LEN} tokens' queries do not fit "
+            f"{MARGIN * CHIPS[generation].vmem_bytes:.0f} bytes"
         )
     return reasons
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jradix.pallas.layout import kv_heads_of
 from jradix.pallas.scoring import Scoring
 from jradix.pallas.tpu_attention import Items, attend
 from jradix.pallas.tpu_blocks import Blocks
@@ -23,7 +24,7 @@ def decode_attention(
 ) -> jax.Array:
     """See `ops.decode_attention`; `pool` is joined, and every row is an item of one query."""
     rows, q_heads, head_dim = q.shape
-    kv_heads = pool.shape[1]
+    kv_heads = kv_heads_of(pool)
     items = Items(
         q.reshape(rows, kv_heads, q_heads // kv_heads, head_dim),
         jnp.arange(rows, dtype=jnp.int32),

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
+from jradix.pallas.layout import kv_heads_of
 from jradix.pallas.scoring import Scoring
 from jradix.pallas.tiling import cut_rows
 from jradix.pallas.tpu_attention import Items, attend
@@ -25,7 +26,7 @@ def extend_attention(
 ) -> jax.Array:
     """See `ops.extend_attention`; `pool` is joined. Each row's tokens are cut into tiles."""
     tokens, q_heads, head_dim = q.shape
-    rows, kv_heads = page_table.shape[0], pool.shape[1]
+    rows, kv_heads = page_table.shape[0], kv_heads_of(pool)
     tile_len = min(blocks.tile_len, max(MIN_TILE_LEN, pl.next_power_of_2(tokens // rows)))
     tiling = cut_rows(seq_lens, query_starts, tokens, tile_len)
     grouped = tiling.gather(q).reshape(-1, tile_len, kv_heads, q_heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)

@@ -1,6 +1,6 @@
 """Paged attention on XLA alone: a loop over blocks of gathered pages with an online softmax, for any backend.
 
-Tiles are cut into tiles that belong to one row each; a decode row is a tile of one query. Tiles are taken a group at
+Queries are cut into tiles that belong to one row each; a decode row is a tile of one query. Tiles are taken a group at
 a time, and a group walks the keys and values of its rows block by block (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018; the blocking is that of FlashAttention, Dao et al., 2022). Pages that all rows of a
 group start with are read once for the whole group (the idea of Hydragen, Juravsky et al., 2024), so groups end where a
@@ -77,7 +77,7 @@ class Softmax(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles cut into tiles of one row each.
+    """Queries cut into tiles of one row each.
 
     q: `[tiles, kv_heads, group * tile_len, head_dim]`, all query heads of a KV head folded into the matmul's rows.
     positions: int32 `[tiles, tile_len]`, each query's position; -1 where there is no query.

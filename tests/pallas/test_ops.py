@@ -26,11 +26,12 @@ def test_hopper_has_kernels_and_older_gpus_take_the_xla_path() -> None:
     ("platform", "device", "change", "reason"),
     [
         ("tpu", "TPU v4", {}, "TPU v4"),
-        ("tpu", "TPU v6 lite", {"page_size": 8}, "page_size 8"),
         ("tpu", "TPU v6 lite", {"head_dim": 512}, "head_dim 512"),
         ("tpu", "TPU v6 lite", {"dtype": "float16"}, "float16"),
         ("gpu", "9.0", {"dtype": "float32"}, "float32"),
         ("gpu", "9.0", {"head_dim": 40}, "head_dim 40"),
+        ("gpu", "9.0", {"q_heads": 7, "kv_heads": 2}, "7 query heads"),
+        ("tpu", "TPU v6 lite", {"q_heads": 7, "kv_heads": 2}, "7 query heads"),
         ("gpu", "9.0", {"page_size": 4}, "4"),
         ("cpu", "cpu", {}, "cpu"),
     ],
@@ -43,5 +44,14 @@ def test_what_kernels_do_not_cover_is_named(platform: str, device: str, change: 
 
 def test_a_tpu_keeps_the_joined_layout_without_kernels() -> None:
     """Its lines would be padded to twice their length in a split one."""
-    assert choose("tpu", "TPU v6 lite", LLAMA._replace(page_size=8), max_pages=512).joined_pages
+    without = choose("tpu", "TPU v4", LLAMA, max_pages=512)
+    assert (without.name, without.joined_pages) == ("xla", True)
     assert not choose("cpu", "cpu", LLAMA, max_pages=512).joined_pages
+
+
+@pytest.mark.parametrize(("dtype", "page_size"), [("bfloat16", 8), ("bfloat16", 24), ("float32", 4), ("bfloat16", 1)])
+def test_pages_that_a_tpu_would_lay_out_anew_in_each_step_are_refused(dtype: str, page_size: int) -> None:
+    geometry = LLAMA._replace(dtype=dtype, page_size=page_size)
+    with pytest.raises(ValueError, match=f"page_size must be a multiple of .* on a TPU in {dtype}, got {page_size}"):
+        choose("tpu", "TPU v6 lite", geometry, max_pages=512)
+    assert choose("cpu", "cpu", geometry, max_pages=512).name == "xla"

@@ -42,6 +42,34 @@ def test_estimates_are_bytes_over_bandwidth_and_operations_over_peak(check: Any)
     assert not check.estimate("v5e", "llama-3.1-8b").fits
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--page-size", "8"], "page_size must be a multiple of 16 on a TPU"),
+        (["--page-size", "0"], "page_size must be an integer of at least 1"),
+        (["--context-length", "9000000"], "--context-length must be from 2 to 8192"),
+        (["--targets", "h200"], "needs jax's CUDA plug-in"),
+    ],
+)
+def test_what_no_engine_could_run_is_refused_in_one_line(
+    check: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--models", "smollm2-135m", "--targets", "v6e", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_a_program_that_does_not_compile_is_a_line_with_its_reason(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **static: Any) -> Any:
+        raise check.jax.errors.JaxRuntimeError("out of memory\nat length")
+
+    monkeypatch.setattr(check.Target, "compile", fails)
+    plan = check.Plan.of(check.TARGETS["v6e"], "smollm2-135m", check.EngineConfig(model_path="", page_size=64))
+    [line] = check.compile_programs(plan, "smollm2-135m", "v6e", [])
+    assert line.faults == ["does not compile: out of memory"]
+    assert "FAILED: does not compile" in check.format_lines([line])
+
+
 def test_a_model_s_steps_compile_for_a_tpu(check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("libtpu")
     path = tmp_path / "aot.json"

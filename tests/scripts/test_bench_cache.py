@@ -24,7 +24,7 @@ def test_the_command_line_prints_every_number(bench: Any, tmp_path: Path, capsys
         assert what in printed
 
 
-@pytest.mark.parametrize("prompt_len", [16, 33, 640])
+@pytest.mark.parametrize("prompt_len", [16, 32, 33, 640])
 @pytest.mark.parametrize("split", [False, True])
 def test_a_tree_takes_at_most_12_bytes_a_token_and_400_a_node(bench: Any, prompt_len: int, split: bool) -> None:
     share, _ = bench.memory_share(2_000, prompt_len, split=split)

@@ -20,7 +20,7 @@ def test_every_part_reports_rows(check: Any, tmp_path: Path, capsys: pytest.Capt
     assert {"date", "device", "jax", "jaxlib", "commit"} <= report["where"].keys()
     assert list(report["parts"]) == ["kernels", "limits", "attention", "steps", "prefix"]
     assert all(part["rows"] for part in report["parts"].values())
-    assert all(row["error"] <= check.LARGEST_ERROR[row["dtype"]] for row in report["parts"]["kernels"]["rows"])
+    assert all(row["largest error"] <= check.LARGEST_ERROR[row["dtype"]] for row in report["parts"]["kernels"]["rows"])
     assert [row["batch"] for row in report["parts"]["steps"]["rows"]] == [2]
     assert all({"of copy", "of matmul"} & row.keys() for row in report["parts"]["attention"]["rows"])
     [prefix] = report["parts"]["prefix"]["rows"]
@@ -39,6 +39,17 @@ def test_a_part_that_fails_does_not_end_the_visit(check: Any, monkeypatch: pytes
     assert found["attention"]["rows"] == [{"row": 1}]
     assert "no such instruction" in found["attention"]["error"]
     assert len(found["limits"]["rows"]) == 3
+
+
+def test_a_kernel_that_is_refused_costs_its_row_alone(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(check.ops, "extend_attention", refused)
+    found = check.run_parts(["kernels"], check.SMALL, minutes=5)["kernels"]
+    assert "error" not in found
+    assert [row["passed"] for row in found["rows"]] == ["write" in row["case"] for row in found["rows"]]
+    assert sum("no such layout" in row.get("error", "") for row in found["rows"]) == len(found["rows"]) - 2
 
 
 def test_nothing_begins_when_the_time_is_over(check: Any) -> None:

@@ -171,7 +171,8 @@ def attention(scale: Scale) -> Iterator[Row]:
     for name in scale.geometries:
         geometry = geometry_of(model_config(name), scale.page_size)
         chosen = choose_kernels(geometry, MAX_PAGES)
-        for by in dict.fromkeys([chosen, replace(XLA, joined_pages=chosen.joined_pages)]):
+        xla = replace(XLA, joined_pages=chosen.joined_pages)
+        for by in [chosen, xla] if chosen.name != "xla" else [xla]:
             label = {"model": name, "by": by.name}
             for context in scale.contexts:
                 yield attempted(label, partial(measure_decode, scale, geometry, by, context))

@@ -50,8 +50,8 @@ class Target:
     bandwidth: float
     flops: float
 
-    def mesh(self, num_devices: int = 1) -> Mesh:
-        """Devices on one axis "tp". Raises where the plug-in that holds the compiler is not installed."""
+    def mesh(self) -> Mesh:
+        """One device, on an axis "tp". Raises where the plug-in that holds the compiler is not installed."""
         if self.platform == "tpu":
             os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so another process may do the same
             described = topologies.get_topology_desc(topology_name=self.topology, platform="tpu")
@@ -59,7 +59,7 @@ class Target:
             described = topologies.get_topology_desc(
                 topology_name=self.topology, platform="cuda", target_config=H200, topology=self.topology
             )
-        return Mesh(np.array(described.devices[:num_devices]), ("tp",))
+        return Mesh(np.array(described.devices[:1]), ("tp",))
 
     def compile(self, jitted: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
         """The program of a jitted function for one device.

@@ -2,7 +2,6 @@
 
 import platform
 from importlib import metadata
-from math import prod
 
 from jradix import mesh, startup
 from jradix.config import EngineConfig
@@ -33,7 +32,7 @@ def report(config: EngineConfig) -> str:
         "layer loop": mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop,
         "context": f"{parts.context_length} tokens of the model's {model.max_position_embeddings}",
         "KV pool": f"{layout.num_pages - 1} pages of {layout.page_size} tokens = {tokens} tokens, "
-        f"{_size(prod(layout.shape) * dtype.itemsize)} in {dtype}",
+        f"{_size(parts.runner.pool.nbytes)} in {dtype}",
         "programs": f"{len(buckets.shapes())} step shapes to compile",
         "decode rows": _list(buckets.decode_rows),
         "prompt tokens": f"{_list(buckets.extend_tokens)} of {_list(buckets.extend_rows)} requests beside "

@@ -209,7 +209,7 @@ def measure_decode(scale: Scale, geometry: Geometry, implementation: Kernels, co
 
 
 def decode_bytes(geometry: Geometry, rows: int, context: int) -> int:
-    return rows * context * 2 * geometry.kv_heads * geometry.head_dim * jnp.dtype(geometry.dtype).itemsize
+    return rows * context * 2 * geometry.kv_heads * geometry.head_dim * geometry.itemsize
 
 
 def measure_prompt(geometry: Geometry, implementation: Kernels, rows: int, new: int, cached: int) -> Row:

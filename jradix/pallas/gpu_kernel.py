@@ -19,10 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jradix.pallas.gpu_blocks import LINES, Blocks
 from jradix.pallas.layout import KEY, VALUE, kv_heads_of, page_size_of
-from jradix.pallas.scoring import Scoring
+from jradix.pallas.scoring import LOG2_E, MASKED, Scoring
 
-LOG2_E = math.log2(math.e)
-MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
 CHUNK = 128
 """Columns of the output that are multiplied at a time: twice as many accumulators would leave the registers."""
 

@@ -1,9 +1,13 @@
 """How a query and a key become a score: what every implementation of attention is told, and the formulas they share."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
+LOG2_E = math.log2(math.e)
 
 
 class Scoring(NamedTuple):

@@ -17,10 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jradix.pallas.layout import LANES
-from jradix.pallas.scoring import Scoring
+from jradix.pallas.scoring import MASKED, Scoring
 from jradix.pallas.tpu_blocks import Blocks
-
-MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
 
 
 class Items(NamedTuple):

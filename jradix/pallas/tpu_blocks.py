@@ -117,7 +117,7 @@ def vmem_bytes(blocks: Blocks, geometry: Geometry) -> int:
     line = line_len(geometry.head_dim)
     width = max(line // 2, LANES)
     block_len = blocks.pages * geometry.page_size
-    queries = _padded(geometry.q_heads // geometry.kv_heads * blocks.tile_len, lines)
+    queries = _padded(geometry.group * blocks.tile_len, lines)
     a_head = (
         2 * 2 * queries * width * itemsize  # queries and output, while the next come and the last go
         + 2 * block_len * line * itemsize

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jradix.pallas.layout import kv_heads_of, page_size_of, read_pages
-from jradix.pallas.scoring import Scoring
+from jradix.pallas.scoring import LOG2_E, MASKED, Scoring
 from jradix.pallas.tiling import cut_rows
 
 GROUP_TILES = 16
@@ -30,8 +30,6 @@ TALL_QUERIES = 256
 """From so many queries on, and for keys that a group shares, blocks are twice as long: the operations of a block take
 a CPU 0.1 ms however small it is, which is more than ragged ends lose."""
 MAX_TILE_LEN = 128
-MASKED = -1e30  # finite: MASKED - MASKED must not be NaN for a query that has seen nothing yet
-LOG2_E = math.log2(math.e)
 
 
 def _scores(q: jax.Array, keys: jax.Array, scoring: Scoring) -> jax.Array:

@@ -60,7 +60,8 @@ class Request:
         namespace: requests share KV within one namespace only.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
-        first_token_time, finish_time: seconds of `time.perf_counter`.
+        group: the id under which the caller knows this request and its siblings, if it is one of several samples.
+        arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
     """
 
     id: str
@@ -70,6 +71,8 @@ class Request:
     max_new_tokens: int
     seed: int = 0
     namespace: Hashable | None = None
+    group: str | None = None
+    deadline: float | None = None
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_sampled: int = 0

@@ -88,6 +88,10 @@ class Runner:
         self._pool = allocate_pool(self._layout, self._dtype)
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32)
 
+    def close(self) -> None:
+        """Give the parameters and the pool back; nothing can be launched any more."""
+        del self.parameters, self._pool, self._next_tokens
+
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
         assert (pool.shape, pool.dtype) == (self._pool.shape, self._pool.dtype)

@@ -3,9 +3,11 @@
 import heapq
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
 
 from jradix.batch import build_arrays, build_copies, build_sampling, row_indices, step_shape
 from jradix.cache.prefix_cache import PrefixCache
@@ -107,13 +109,22 @@ class Core:
     def resume(self) -> None:
         self.paused = False
 
-    def forget_all(self) -> None:
-        """Before the weights change: running requests go back to the queue, and nothing stays cached, pinned or not."""
+    def update_weights(self, replace: Callable[[list[jax.Array]], None]) -> int:
+        """Let `replace` change the parameters in place, and forget the KV of the old ones, pinned or not.
+
+        Running requests go back to the queue: the KV of what they have produced is computed again. Returns the new
+        version. If `replace` fails, the weights are of both kinds: then the loop stays paused until an update succeeds.
+        """
         self._collect_all()
         self.scheduler.retract_all()
         self.cache.pins.remove_all()
         self.cache.flush()
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
+        was_paused, self.paused = self.paused, True
+        replace(self.runner.parameters)
+        self.paused = was_paused
+        self.weight_version += 1
+        return self.weight_version
 
     def turn(self) -> None:
         """What the loop does when nobody calls: end overdue requests, and step unless paused."""
@@ -139,6 +150,34 @@ class Core:
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request holds; returns the number of pages freed."""
         return self.cache.flush()
+
+    def cache_report(self) -> dict[str, Any]:
+        """Counters since the start and the pages by state, see `Engine.cache_report`."""
+        cache, total = self.cache, self.cache.statistics.total
+        return {
+            **asdict(total),
+            "hit_rate": total.hit_tokens / total.asked_tokens if total.asked_tokens else 0.0,
+            "window_hit_rate": cache.statistics.window_hit_rate,
+            "page_size": cache.page_size,
+            "num_pages": cache.num_total,
+            "free_pages": cache.num_free,
+            "evictable_pages": cache.num_evictable,
+            "protected_pages": cache.num_protected,
+            "private_pages": cache.num_private,
+            "pinned_pages": cache.pins.num_pages,
+        }
+
+    def info(self) -> dict[str, Any]:
+        """What runs now, see `Engine.get_server_info`."""
+        return {
+            "paused": self.paused,
+            "weight_version": self.weight_version,
+            "num_running_requests": len(self.scheduler.running),
+            "num_waiting_requests": len(self.scheduler.waiting),
+            "num_retractions": self.scheduler.num_retractions,
+            "num_compiled_programs": self.runner.num_compiled,
+            "cache": self.cache_report(),
+        }
 
     def check_idle(self) -> None:
         """Raise unless nothing runs and every page is free or evictable: what must hold between requests."""
@@ -190,7 +229,7 @@ class Core:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
-        self.outputs.pop(request.id).finish()
+        self.outputs.pop(request.id).finish(weight_version=self.weight_version)
 
     def _expire(self) -> None:
         """End the requests whose time is up, running or waiting."""

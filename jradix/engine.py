@@ -1,15 +1,18 @@
 """The engine as its users see it: generate in several ways, abort, and look after the cache and the weights."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from queue import SimpleQueue
 from typing import Any, Self, Unpack, get_args
 
 from tqdm import tqdm
 
-from jradix import startup
+from jradix import mesh, startup
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.config import EngineConfig
 from jradix.core import Core, PauseMode
@@ -142,6 +145,38 @@ class Engine:
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request holds; returns the number of pages freed."""
         return self._loop.call(self._core.flush_cache)
+
+    def cache_report(self) -> dict[str, Any]:
+        """How the prefix cache has done since the engine started, and what it holds: counters of requests and of
+        asked, hit, inserted, evicted and flushed tokens, hit rates, and the number of pages in each state.
+        """
+        return self._loop.call(self._core.cache_report)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The configuration, what was made of it, and what runs now."""
+        return {
+            **asdict(self.config),
+            "version": metadata.version("jradix"),
+            "device": mesh.device_description(),
+            "architecture": self.model_config.architecture,
+            "max_context_length": self.context_length,
+            **self._loop.call(self._core.info),
+        }
+
+    def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> int:
+        """Go on with other weights of the same model, as in reinforcement learning.
+
+        Requests that run keep the tokens they have and go on under the new weights; nothing that the old ones have
+        computed is used again. The device never holds more than one parameter twice.
+
+        weights: a checkpoint as in `model_path`, or arrays by the names of its tensors in the Hugging Face format.
+        Returns the number of updates so far, which results give as `weight_version`.
+
+        Raises:
+            ValueError: they do not fit the model; then nothing has changed.
+        """
+        replace = startup.weights_to_replace(self.config, self.model_config, weights)
+        return self._loop.call(partial(self._core.update_weights, replace))
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
         """Launch no more steps until `continue_generation`; who waits for results goes on waiting.

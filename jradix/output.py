@@ -30,6 +30,7 @@ class Output:
         self.request = request
         self.finished = False
         self.error: BaseException | None = None
+        self._weight_version = 0
         self._num_certain = 0  # tokens that are not the end: whether the last is kept as text is decided by `finish`
         self._tell, self._tell_each_token = tell, tell_each_token
         self._lock = threading.Lock()
@@ -53,13 +54,17 @@ class Output:
             self._tell_change()
         return reason
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Decode what is left; text held back because it might have become a stop string comes out."""
+    def finish(self, error: BaseException | None = None, *, weight_version: int = 0) -> None:
+        """Decode what is left; text held back because it might have become a stop string comes out.
+
+        weight_version: of the weights that chose the last token.
+        """
         reason = self.request.finish_reason
         assert reason is not None
         ends_in_stop_id = reason.type == "stop" and isinstance(reason.matched, int)
         with self._lock:
             self.finished, self.error = True, error
+            self._weight_version = weight_version
             self._num_certain = len(self.request.output_ids)
             self.request.finish_time = time.perf_counter()
             self._decode(len(self.request.output_ids) - ends_in_stop_id)
@@ -108,6 +113,7 @@ class Output:
             meta["time_to_first_token"] = request.first_token_time - request.arrival_time
         if self.finished and request.finish_time is not None:
             meta["e2e_latency"] = request.finish_time - request.arrival_time
+            meta["weight_version"] = self._weight_version
         return {"text": self._text, "output_ids": request.output_ids[: self._num_certain], "meta_info": meta}
 
     def _decode(self, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from jradix.tokenizer import Detokenizer, Tokenizer
 
 
 class Output:
-    """Collects a request's tokens and turns them into text when somebody asks, or at once if stop strings need it.
+    """Collects a request's tokens, and turns them into text when somebody asks, or at once to find stops in it.
 
     The loop's thread appends, others read; `as_dict` may be called from any.
 
@@ -40,7 +40,11 @@ class Output:
         if tokenizer is not None:
             params = request.params
             self._detokenizer = Detokenizer(
-                tokenizer, stop=params.stop or (), skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                stop=params.stop or (),
+                stop_regex=params.stop_regex or (),
+                no_stop_trim=params.no_stop_trim,
+                skip_special_tokens=params.skip_special_tokens,
             )
 
     def append(self, token_id: int) -> FinishReason | None:
@@ -55,19 +59,20 @@ class Output:
         return reason
 
     def finish(self, error: BaseException | None = None, *, weight_version: int = 0) -> None:
-        """Decode what is left; text held back because it might have become a stop string comes out.
+        """Decode what is left; text held back because it might have become a stop comes out.
 
         weight_version: of the weights that chose the last token.
         """
         reason = self.request.finish_reason
         assert reason is not None
         ends_in_stop_id = reason.type == "stop" and isinstance(reason.matched, int)
+        hides_last = ends_in_stop_id and not self.request.params.no_stop_trim
         with self._lock:
             self.finished, self.error = True, error
             self._weight_version = weight_version
             self._num_certain = len(self.request.output_ids)
             self.request.finish_time = time.perf_counter()
-            self._decode(len(self.request.output_ids) - ends_in_stop_id)
+            self._decode(self._num_certain - hides_last)
             if self._detokenizer is not None:
                 self._text += self._detokenizer.finish()
                 self._detokenizer = None
@@ -90,10 +95,17 @@ class Output:
         count = len(request.output_ids)
         if token_id in request.stop_ids and count > request.params.min_new_tokens:
             return FinishReason("stop", matched=token_id)
-        if request.params.stop:
+        if request.constraint is not None:
+            request.constraint.accept(token_id)
+        if request.params.stop or request.params.stop_regex:
             self._decode(count)
             if self._detokenizer is not None and self._detokenizer.stopped is not None:
                 return FinishReason("stop", matched=self._detokenizer.stopped)
+            if self._detokenizer is not None and self._detokenizer.error is not None:
+                return FinishReason("abort", message=self._detokenizer.error)
+        if request.constraint is not None and request.constraint.finished:
+            error = request.constraint.error
+            return FinishReason("stop") if error is None else FinishReason("abort", message=error)
         if count >= request.max_new_tokens:
             return FinishReason("length", length=count)
         return None

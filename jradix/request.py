@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jradix.cache.prefix_cache import Lock
+from jradix.grammar import Constraint
 from jradix.sampling_params import SamplingParams
 
 FinishType = Literal["stop", "length", "abort"]
@@ -58,6 +59,7 @@ class Request:
         max_new_tokens: `params.max_new_tokens` within what the context has room for.
         seed: of its random numbers.
         namespace: requests share KV within one namespace only.
+        constraint: how far the output is in its grammar; None if it may be anything.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
         group: the id under which the caller knows this request and its siblings, if it is one of several samples.
@@ -71,6 +73,7 @@ class Request:
     max_new_tokens: int
     seed: int = 0
     namespace: Hashable | None = None
+    constraint: Constraint | None = None
     group: str | None = None
     deadline: float | None = None
     state: RequestState = RequestState.WAITING

@@ -1,5 +1,6 @@
 """Turns what a caller of `generate` passes into validated requests; nothing is queued before all of it is right."""
 
+import functools
 import threading
 import time
 import uuid
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jradix.batch import MAX_SUPPRESSED_IDS
+from jradix.grammar import Constraint, Grammars
 from jradix.request import Request
 from jradix.request_options import RequestOptions, is_sequence, options_of_each
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
@@ -105,8 +107,8 @@ class Submission:
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
         max_new_tokens = self._max_new_tokens(params.max_new_tokens, len(prompt_ids))
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
+        if (params.stop or params.stop_regex) and self._tokenizer is None:
+            raise ValueError("stop and stop_regex need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.min_new_tokens and len(stop_ids) > MAX_SUPPRESSED_IDS:
             raise ValueError(
@@ -121,6 +123,7 @@ class Submission:
             max_new_tokens=max_new_tokens,
             seed=params.seed if params.seed is not None else self._draw_seed(),
             namespace=options.get("cache_salt"),
+            constraint=self._constraint(params, stop_ids),
             deadline=None if timeout is None else arrival_time + timeout,
             arrival_time=arrival_time,
         )
@@ -128,6 +131,18 @@ class Submission:
     def _draw_seed(self) -> int:
         with self._drawing:
             return int(self._seeds.integers(SEED_LIMIT))
+
+    def _constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> Constraint | None:
+        if params.json_schema is params.regex is params.ebnf is None:
+            return None
+        if self._tokenizer is None:
+            raise ValueError("json_schema, regex and ebnf need a tokenizer, and skip_tokenizer_init is set")
+        return self._grammars.compile(params, stop_ids)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        assert self._tokenizer is not None
+        return Grammars(*self._tokenizer.to_json_with_end(), self._vocab_size)
 
     def _max_new_tokens(self, asked: int | None, prompt_len: int) -> int:
         room = self._context_length - prompt_len

@@ -82,6 +82,17 @@ class Core:
             if request.max_new_tokens == 0:
                 self._finish(request, FinishReason("length", length=0))
 
+    def forecast(self, requests: Sequence[Request]) -> tuple[list[int] | None, float]:
+        """What helps to plan a batch: tokens cached of each prompt, and the share of `max_new_tokens` that is used.
+
+        The first is None while others run, for whom this would be a pause.
+        """
+        cached_lens = None
+        if not self.outputs and self.cache.num_evictable:
+            matches = (self.cache.match(request.prompt_ids[:-1], request.namespace) for request in requests)
+            cached_lens = [match.num_tokens + match.head_len for match in matches]
+        return cached_lens, self.scheduler.estimate.share
+
     def abort(self, rid: str) -> bool:
         """End the live requests of this id, or of this group; False if there are none."""
         outputs = [self.outputs[rid]] if rid in self.outputs else []

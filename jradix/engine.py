@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
+from math import ceil
 from queue import SimpleQueue
 from typing import Any, Self, Unpack, get_args
 
@@ -18,7 +19,10 @@ from jradix.config import EngineConfig
 from jradix.core import Core, PauseMode
 from jradix.delivery import Delivery
 from jradix.loop import Loop
+from jradix.offline import BatchPlan, plan_batch
+from jradix.offline_prediction import Capacity
 from jradix.output import Output
+from jradix.progress import BatchProgress
 from jradix.request import Request
 from jradix.scheduler import Scheduler
 from jradix.submission import Params, RequestOptions, Submission, TokenIds
@@ -83,15 +87,21 @@ class Engine:
         input_ids: TokenIds | Sequence[TokenIds] | None = None,
         *,
         stream: bool = False,
+        show_progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> Any:
         """Generate from a prompt or from many at once.
+
+        More prompts than run side by side are started in an order in which those with a common prefix follow each
+        other; results keep the order of the prompts.
 
         Args:
             prompt: text, or a list of texts.
             sampling_params: one for all prompts or a list with one for each; a dict of fields will do.
             input_ids: token ids instead of `prompt`, or a list of such.
             stream: yield results as they grow instead of returning the last.
+            show_progress: show a bar, and at the end what the prefix cache saved. None: if many prompts were given and
+                somebody is there to see it.
             options: see `RequestOptions`.
 
         Returns:
@@ -107,7 +117,7 @@ class Engine:
         """
         requests, single = self._submission.requests(prompt, input_ids, sampling_params, **options)
         if not stream:
-            return self._run(requests, single)
+            return self._run(requests, single, show_progress)
         results = self._stream(requests, single)
         next(results)  # enter it: closing a generator that never started would leave its requests alive
         return results
@@ -207,21 +217,48 @@ class Engine:
         """Abort what is alive, end the thread and free the device's memory. Leaving a `with` block does it too."""
         self._loop.close()
 
-    def _run(self, requests: list[Request], single: bool) -> Any:
+    def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
         ended: SimpleQueue[Output] = SimpleQueue()
         outputs = self._outputs(requests, ended.put, each_token=False)
         delivery = Delivery(outputs, single=True)
-        try:
-            self._loop.call(partial(self._core.submit, outputs))
-            finished = {}
-            while not delivery.done:
-                output = ended.get()
-                finished[output.request.id] = delivery.take(output)
-        except BaseException:
-            self._abandon(outputs)
-            raise
-        results = [finished[request.id] for request in requests]
-        return results[0] if single else results
+        plan = self._plan_batch(requests)
+        order = range(len(outputs)) if plan is None else plan.order.tolist()
+        results: dict[str, dict[str, Any]] = {}
+        with BatchProgress(len(outputs), plan, show=show_progress) as progress:
+            try:
+                self._loop.call(partial(self._core.submit, [outputs[place] for place in order]))
+                while not delivery.done:
+                    output = ended.get()
+                    result = delivery.take(output)
+                    assert result is not None, "it was told that an output ended, and it has not"
+                    results[output.request.id] = result
+                    meta = result["meta_info"]
+                    progress.add(meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"])
+            except BaseException:
+                self._abandon(outputs)
+                raise
+        in_order = [results[request.id] for request in requests]
+        return in_order[0] if single else in_order
+
+    def _plan_batch(self, requests: list[Request]) -> BatchPlan | None:
+        """In which order to start a batch, if they cannot all run at once and the cache may help."""
+        if len(requests) <= self.config.max_running_requests or not self.cache.enabled:
+            return None
+        cached_lens, output_share = self._loop.call(partial(self._core.forecast, requests))
+        return plan_batch(
+            [request.prompt_ids for request in requests],
+            [request.namespace for request in requests],
+            [ceil(request.max_new_tokens * output_share) for request in requests],
+            Capacity(
+                num_pages=self.cache.num_total,
+                page_size=self.cache.page_size,
+                granularity=self.cache.granularity,
+                max_running_requests=self.config.max_running_requests,
+                chunked_prefill_size=self.config.chunked_prefill_size,
+                eviction_policy=self.config.radix_eviction_policy,
+            ),
+            cached_lens,
+        )
 
     def _stream(self, requests: list[Request], single: bool) -> Iterator[dict[str, Any]]:
         """Yield each output's state when it has changed; abort them if the caller stops iterating.

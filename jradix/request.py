@@ -12,6 +12,7 @@ import numpy.typing as npt
 from jradix.cache.prefix_cache import Lock
 from jradix.grammar import Constraint
 from jradix.sampling_params import SamplingParams
+from jradix.token_logprobs import TokenLogprobs
 
 FinishType = Literal["stop", "length", "abort"]
 
@@ -62,6 +63,12 @@ class Request:
         constraint: how far the output is in its grammar; None if it may be anything.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
+        priority: under the policies of that name, higher goes first and stays longer.
+        routing_key: what the policy of that name groups by.
+        return_logprob, top_logprobs_num, token_ids_logprob: log-probabilities to report of each sampled token.
+        logprob_start: the first prompt position to report them of; -1 for none.
+        logprobs: what is known of those.
+        return_hidden_states: report the hidden states of the tokens that are computed.
         group: the id under which the caller knows this request and its siblings, if it is one of several samples.
         arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
     """
@@ -74,6 +81,14 @@ class Request:
     seed: int = 0
     namespace: Hashable | None = None
     constraint: Constraint | None = None
+    priority: int = 0
+    routing_key: str | None = None
+    return_logprob: bool = False
+    logprob_start: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+    logprobs: TokenLogprobs | None = None
+    return_hidden_states: bool = False
     group: str | None = None
     deadline: float | None = None
     state: RequestState = RequestState.WAITING

@@ -288,4 +288,8 @@ class Engine:
             chunked_prefill_size=self.config.chunked_prefill_size,
             max_extend_rows=self._buckets.extend_rows[-1],
             context_length=self.context_length,
+            schedule_policy=self.config.schedule_policy,
+            preemption_threshold=self.config.priority_scheduling_preemption_threshold,
+            max_queued_requests=self.config.max_queued_requests,
+            random_seed=self.config.random_seed,
         )

@@ -13,6 +13,8 @@ from jradix.cache.prefix_cache import Lock
 from jradix.sampling_params import SamplingParams
 
 FinishType = Literal["stop", "length", "abort"]
+MAX_PREEMPTIONS = 4
+"""A bound, so that no stream of urgent requests can undo the same work for ever."""
 
 
 class RequestState(enum.Enum):
@@ -58,6 +60,10 @@ class Request:
         max_new_tokens: `params.max_new_tokens` within what the context has room for.
         seed: of its random numbers.
         namespace: requests share KV within one namespace only.
+        priority: the higher, the sooner, where the policy asks for it; the lowest is retracted first under any.
+        routing_key: requests of equal key belong together, for the policy of that name.
+        arrival: its number among all that were queued; -1 before.
+        preemptions_left: how often it may still be retracted to let one of higher priority run.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
         first_token_time, finish_time: seconds of `time.perf_counter`.
@@ -70,12 +76,16 @@ class Request:
     max_new_tokens: int
     seed: int = 0
     namespace: Hashable | None = None
+    priority: int = 0
+    routing_key: str | None = None
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_sampled: int = 0
     computed_len: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
+    arrival: int = -1
+    preemptions_left: int = MAX_PREEMPTIONS
     slot: int = -1
     num_pages: int = 0
     lock: Lock | None = None

@@ -73,6 +73,7 @@ class Core:
                     f"rid {output.request.id!r} belongs to a request that is still running: choose another"
                 )
             self.scheduler.validate(output.request)
+        self.scheduler.require_room(len(outputs))
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
@@ -277,4 +278,8 @@ class Core:
             chunked_prefill_size=self.config.chunked_prefill_size,
             max_extend_rows=self.buckets.extend_rows[-1],
             context_length=self._context_length,
+            schedule_policy=self.config.schedule_policy,
+            preemption_threshold=self.config.priority_scheduling_preemption_threshold,
+            max_queued_requests=self.config.max_queued_requests,
+            random_seed=self.config.random_seed,
         )

@@ -15,6 +15,8 @@ from jradix.sampling_params import SamplingParams
 from jradix.token_logprobs import TokenLogprobs
 
 FinishType = Literal["stop", "length", "abort"]
+MAX_PREEMPTIONS = 4
+"""A bound, so that no stream of urgent requests can undo the same work for ever."""
 
 
 class RequestState(enum.Enum):
@@ -61,10 +63,12 @@ class Request:
         seed: of its random numbers.
         namespace: requests share KV within one namespace only.
         constraint: how far the output is in its grammar; None if it may be anything.
+        priority: the higher, the sooner, where the policy asks for it; the lowest is retracted first under any.
+        routing_key: requests of equal key belong together, for the policy of that name.
+        arrival: its number among all that were queued; -1 before.
+        preemptions_left: how often it may still be retracted to let one of higher priority run.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
-        priority: under the policies of that name, higher goes first and stays longer.
-        routing_key: what the policy of that name groups by.
         return_logprob, top_logprobs_num, token_ids_logprob: log-probabilities to report of each sampled token.
         logprob_start: the first prompt position to report them of; -1 for none.
         logprobs: what is known of those.
@@ -97,6 +101,8 @@ class Request:
     computed_len: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
+    arrival: int = -1
+    preemptions_left: int = MAX_PREEMPTIONS
     slot: int = -1
     num_pages: int = 0
     lock: Lock | None = None

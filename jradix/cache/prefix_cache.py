@@ -1,6 +1,7 @@
 """The prefix cache as the scheduler sees it: match, lock, allocate, insert, finish; eviction happens inside."""
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -91,12 +92,25 @@ class PrefixCache:
         """Pages that `allocate` could give: free, evictable, and those that only pins protect."""
         return self.num_free + self.num_evictable + (self.pins.num_releasable() if self.pins else 0)
 
-    def num_allocatable_beside(self, match: Match) -> int:
-        """What `num_allocatable` would be if `match`, which is not stale, were locked: its pages are no room for it."""
-        num_pins = self.pins.count_by_node() if self.pins else {}
-        num_pages, node = self.num_allocatable, match.node
+    def num_allocatable_beside(self, match: Match, ended: Iterable[Lock] = ()) -> int:
+        """What `num_allocatable` would be if `match`, which is not stale, were locked: its pages are no room for it.
+
+        ended: locks that would have been ended before; what pages their requests hold beside them is not counted.
+        """
+        not_held = (
+            Counter(self.pins.count_by_node()) if self.pins else Counter[Node]()
+        )  # references that are no obstacle
+        num_pages, released = self.num_allocatable, set[Node]()
+        for lock in ended:
+            node = lock.node
+            while node is not None:
+                not_held[node] += 1
+                released.add(node)
+                node = node.parent
+        num_pages += sum(node.num_pages for node in released if node.ref_count == not_held[node])
+        node = match.node
         while node is not None:
-            if node.ref_count == num_pins.get(node, 0):  # no request holds it
+            if node.ref_count == not_held[node]:
                 num_pages -= max(0, min(node.end, match.num_tokens) - node.start) // self.page_size
             node = node.parent
         return num_pages

@@ -60,6 +60,12 @@ class Request:
         namespace: requests share KV within one namespace only.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
+        num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
+        return_logprob: report the log-probability of each sampled token.
+        logprob_start: report those of prompt tokens from this position on; -1 for none.
+        top_logprobs_num: beside each, so many likeliest tokens.
+        token_ids_logprob: beside each, these tokens.
+        return_hidden_states: report the last layer's output for every token that is computed.
         first_token_time, finish_time: seconds of `time.perf_counter`.
     """
 
@@ -76,6 +82,12 @@ class Request:
     computed_len: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
+    num_counted: int = 0
+    return_logprob: bool = False
+    logprob_start: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+    return_hidden_states: bool = False
     slot: int = -1
     num_pages: int = 0
     lock: Lock | None = None
@@ -107,3 +119,5 @@ class Request:
     def change_state(self, state: RequestState) -> None:
         assert state in LEGAL_CHANGES[self.state], f"{self.id}: {self.state.value} cannot become {state.value}"
         self.state = state
+        if state is RequestState.RUNNING:
+            self.num_counted = len(self.output_ids)

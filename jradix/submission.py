@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jradix.batch import MAX_SUPPRESSED_IDS
 from jradix.request import Request
+from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
 from jradix.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from jradix import Engine, SamplingParams
 from jradix.aot import copied_shapes
 from jradix.config import StepShape
-from jradix.runner import UnplannedCompilationError
+from jradix.programs import UnplannedCompilationError
 from tests.tiny_engine import (
     compile_quickly,
     counted_compilations,
@@ -102,10 +102,11 @@ def test_a_strict_runner_refuses_to_compile_what_the_warm_up_left_out(warm_engin
     with pytest.raises(UnplannedCompilationError, match="decode_rows=3"):
         warm_engine.runner.compiled_forward(StepShape(3, 0, 0, 24))
     expected = output_ids(warm_engine, [[3, 4, 5]], greedy(3))
-    forgotten = warm_engine.runner._forwards.pop(StepShape(1, 0, 0, 24))
+    name = ("forward", StepShape(1, 0, 0, 24))
+    forgotten = warm_engine.runner.programs.compiled.pop(name)
     with pytest.raises(UnplannedCompilationError, match="was not compiled by the warm-up"):
         output_ids(warm_engine, [[3, 4, 5]], greedy(3))
-    warm_engine.runner._forwards[StepShape(1, 0, 0, 24)] = forgotten
+    warm_engine.runner.programs.compiled[name] = forgotten
     warm_engine.check_idle()
     assert output_ids(warm_engine, [[3, 4, 5]], greedy(3)) == expected
 

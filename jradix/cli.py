@@ -22,6 +22,9 @@ CHAT_SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 CHAT_ENGINE = {"max_running_requests": 1}
 """What a conversation needs differently: moderate sampling, an end to every reply, and few shapes to compile."""
 
+PYTHON_ONLY = ("custom_logit_processor", "custom_params")
+"""Fields of `SamplingParams` for a function of the caller's, which a command line cannot name."""
+
 USER_ERROR, INTERRUPTED = 2, 130
 
 
@@ -60,12 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
     generate.add_argument("--stream", action="store_true", help="print text as it comes")
     generate.add_argument("--json", action="store_true", help="print an object a line, with ids, counts and times")
-    add_options(generate, SamplingParams, "sampling")
+    add_options(generate, SamplingParams, "sampling", leave_out=PYTHON_ONLY)
     add_options(generate, EngineConfig, "engine")
 
     chat = _command(commands, "chat", _chat, "[options]", "a conversation, with the cached tokens of each turn")
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
-    add_options(chat, SamplingParams, "sampling", CHAT_SAMPLING)
+    add_options(chat, SamplingParams, "sampling", CHAT_SAMPLING, leave_out=(*PYTHON_ONLY, "n"))
     add_options(chat, EngineConfig, "engine", CHAT_ENGINE)
 
     doctor = _command(commands, "doctor", _doctor, "[options]", "what a model would run with here, and why")

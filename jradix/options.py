@@ -3,8 +3,9 @@
 import argparse
 import dataclasses
 import inspect
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -12,15 +13,22 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def add_options(
-    parser: argparse.ArgumentParser, config: type, title: str, defaults: Mapping[str, Any] | None = None
+    parser: argparse.ArgumentParser,
+    config: type,
+    title: str,
+    defaults: Mapping[str, Any] | None = None,
+    leave_out: Collection[str] = (),
 ) -> None:
     """Add a group with an option for each field of the dataclass `config`: `page_size` becomes `--page-size`.
 
     `defaults`: what the command uses where it differs from the dataclass, for the help; see `given_options`.
+    `leave_out`: fields that get no option.
     """
     group = parser.add_argument_group(title)
     meanings, types = attribute_docs(config), get_type_hints(config)
     for field in dataclasses.fields(config):
+        if field.name in leave_out:
+            continue
         default = (defaults or {}).get(field.name, field.default)
         shown = "" if default in (None, dataclasses.MISSING) else f" (default: {default})"
         group.add_argument(
@@ -57,6 +65,8 @@ def _argument_of(annotation: Any) -> dict[str, Any]:
     if get_origin(kinds[-1]) is Sequence:  # also str | Sequence[str]
         (item,) = get_args(kinds[-1])
         return {"action": "append", "type": item, "metavar": _METAVARS[item]}
+    if get_origin(kinds[0]) is Mapping:
+        return {"type": _json, "metavar": "JSON"}
     return {"type": _or_none(kinds[0]), "metavar": _METAVARS[kinds[0]]}
 
 
@@ -70,3 +80,10 @@ def _or_none(kind: type) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"expected {kind.__name__} or none, got {text!r}") from None
 
     return parse
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None

@@ -7,7 +7,7 @@ from jradix.tokenizer import Detokenizer, Tokenizer
 
 
 class Output:
-    """Collects a request's tokens and turns them into text when somebody asks, or at once if stop strings need it."""
+    """Collects a request's tokens, and turns them into text when somebody asks, or at once to find stops in it."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request = request
@@ -17,7 +17,11 @@ class Output:
         if tokenizer is not None:
             params = request.params
             self._detokenizer = Detokenizer(
-                tokenizer, stop=params.stop or (), skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                stop=params.stop or (),
+                stop_regex=params.stop_regex or (),
+                no_stop_trim=params.no_stop_trim,
+                skip_special_tokens=params.skip_special_tokens,
             )
 
     @property
@@ -31,20 +35,28 @@ class Output:
         count = len(request.output_ids)
         if token_id in request.stop_ids and count > request.params.min_new_tokens:
             return FinishReason("stop", matched=token_id)
-        if request.params.stop:
+        if request.constraint is not None:
+            request.constraint.accept(token_id)
+        if request.params.stop or request.params.stop_regex:
             self._decode(count)
             if self._detokenizer is not None and self._detokenizer.stopped is not None:
                 return FinishReason("stop", matched=self._detokenizer.stopped)
+            if self._detokenizer is not None and self._detokenizer.error is not None:
+                return FinishReason("abort", message=self._detokenizer.error)
+        if request.constraint is not None and request.constraint.finished:
+            error = request.constraint.error
+            return FinishReason("stop") if error is None else FinishReason("abort", message=error)
         if count >= request.max_new_tokens:
             return FinishReason("length", length=count)
         return None
 
     def finish(self) -> None:
-        """Decode what is left; text held back because it might have become a stop string comes out."""
+        """Decode what is left; text held back because it might have become a stop comes out."""
         reason = self.request.finish_reason
         assert reason is not None
         ends_in_stop_id = reason.type == "stop" and isinstance(reason.matched, int)
-        self._decode(len(self.request.output_ids) - ends_in_stop_id)
+        hides_last = ends_in_stop_id and not self.request.params.no_stop_trim
+        self._decode(len(self.request.output_ids) - hides_last)
         if self._detokenizer is not None:
             self._text += self._detokenizer.finish()
             self._detokenizer = None

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jradix.cache.prefix_cache import Lock
+from jradix.grammar import Constraint
 from jradix.sampling_params import SamplingParams
 
 FinishType = Literal["stop", "length", "abort"]
@@ -58,6 +59,7 @@ class Request:
         max_new_tokens: `params.max_new_tokens` within what the context has room for.
         seed: of its random numbers.
         namespace: requests share KV within one namespace only.
+        constraint: how far the output is in its grammar; None if it may be anything.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
         num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
@@ -76,6 +78,7 @@ class Request:
     max_new_tokens: int
     seed: int = 0
     namespace: Hashable | None = None
+    constraint: Constraint | None = None
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_sampled: int = 0

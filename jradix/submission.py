@@ -1,5 +1,6 @@
 """Turns what a caller of `generate` passes into validated requests; nothing is queued before all of it is right."""
 
+import functools
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jradix.grammar import Constraint, Grammars
 from jradix.request import Request
 from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
@@ -107,8 +109,8 @@ class Submission:
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
         max_new_tokens = self._max_new_tokens(params.max_new_tokens, len(prompt_ids))
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
+        if (params.stop or params.stop_regex) and self._tokenizer is None:
+            raise ValueError("stop and stop_regex need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.min_new_tokens and len(stop_ids) > MAX_SUPPRESSED_IDS:
             raise ValueError(
@@ -123,7 +125,20 @@ class Submission:
             max_new_tokens=max_new_tokens,
             seed=seed,
             namespace=namespace,
+            constraint=self._constraint(params, stop_ids),
         )
+
+    def _constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> Constraint | None:
+        if params.json_schema is params.regex is params.ebnf is None:
+            return None
+        if self._tokenizer is None:
+            raise ValueError("json_schema, regex and ebnf need a tokenizer, and skip_tokenizer_init is set")
+        return self._grammars.compile(params, stop_ids)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        assert self._tokenizer is not None
+        return Grammars(*self._tokenizer.to_json_with_end(), self._vocab_size)
 
     def _max_new_tokens(self, asked: int | None, prompt_len: int) -> int:
         room = self._context_length - prompt_len

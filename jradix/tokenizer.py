@@ -9,8 +9,10 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from jradix.gguf_tokenizer import GGUFVocabulary, read_gguf_vocabulary
+from jradix.stops import StopFinder
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_END = "<|jradix: end of a structured output|>"
 _MAX_PENDING = 16
 """Tokens held back for a character that does not get complete. A character has at most four bytes, so this many tokens
 without a complete one are no text at all, and are let go as they are."""
@@ -67,6 +69,23 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids; bytes that are no UTF-8 become U+FFFD, ids without a token become nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def to_json_with_end(self) -> tuple[str, int]:
+        """Returns the tokenizer as the text of a tokenizer.json, and the id in it of one special token more.
+
+        The model cannot sample that token: it stands for the end of a text where every other one may be part of it.
+
+        Raises:
+            ValueError: the tokens are not numbered one after the other, and the new one would take another's id.
+        """
+        backend = Backend.from_str(self._backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        backend.add_special_tokens([_END])
+        end_id = backend.token_to_id(_END)
+        if end_id is None or self._backend.id_to_token(end_id) is not None:
+            raise ValueError("this model's tokenizer leaves ids out, which structured output does not support")
+        return backend.to_str(), end_id
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -177,35 +196,47 @@ def _import_transformers() -> Any:
 
 
 class Detokenizer:
-    """Turns one request's tokens into text piece by piece, and finds stop strings.
+    """Turns one request's tokens into text piece by piece, and finds stops.
 
-    The pieces joined are the decoded whole, cut before the stop string. Nothing is returned that could still change: a
-    character whose bytes have not all arrived and text that may become a stop string wait. Every token costs two
-    decodes of a few tokens, however long the text: the tokens since the last complete character, behind the few
-    before them (a decoder may treat the first token of a text differently).
+    The pieces joined are the decoded whole, cut at the stop. Nothing is returned that could still change: a character
+    whose bytes have not all arrived and text that may become a stop wait. Every token costs two decodes of a few
+    tokens, however long the text: the tokens since the last complete character, behind the few before them (a decoder
+    may treat the first token of a text differently).
 
-    The stop string that is complete first ends the text, so the outcome does not depend on how many tokens arrive at
-    a time. Tokens after it are ignored.
+    The stop that is complete first ends the text (see `StopFinder`), so the outcome does not depend on how many tokens
+    arrive at a time. Tokens after it are ignored.
 
     Attributes:
-        stopped: The stop string that was found, else ``None``.
-        num_tokens: Tokens taken so far; with ``stopped`` set, those up to the end of the stop string.
+        num_tokens: Tokens taken so far; with ``stopped`` set, those up to the end of the stop.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: str | Sequence[str] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: str | Sequence[str] = (),
+        stop_regex: str | Sequence[str] = (),
+        no_stop_trim: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        assert all(self._stop), "an empty stop string ends every text"
+        self._stops = StopFinder(_several(stop), _several(stop_regex), keep=no_stop_trim)
         self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []  # tokens whose text has all been taken
         self._pending: list[int] = []  # tokens behind them
         self._num_taken = 0  # characters of the text of context + pending that have been taken
-        self._held = ""  # text taken but not returned: the beginning of a stop string, perhaps
         self._finished = False
-        self.stopped: str | None = None
         self.num_tokens = 0
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string or regular expression that was found, else ``None``."""
+        return self._stops.stopped
+
+    @property
+    def error(self) -> str | None:
+        """Why the search for stops was given up, else ``None``."""
+        return self._stops.error
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Takes the next tokens; returns the text that is now certain."""
@@ -215,16 +246,15 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self.num_tokens += 1
-            pieces.append(self._cut_at_stop(self._take(token_id)))
+            pieces.append(self._stops.add(self._take(token_id)))
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Returns what was held back, once: an incomplete character as U+FFFD, the beginning of a stop string."""
+        """Returns what was held back, once: an incomplete character as U+FFFD, the beginning of a stop."""
         if self._finished or self.stopped is not None:
             return ""
         self._finished = True
-        piece = self._cut_at_stop(self._decode(self._context + self._pending)[self._num_taken :])
-        return piece if self.stopped is not None else piece + self._held
+        return self._stops.add(self._decode(self._context + self._pending)[self._num_taken :]) + self._stops.finish()
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
@@ -244,22 +274,6 @@ class Detokenizer:
             self._num_taken = len(self._decode(self._context))
         return piece
 
-    def _cut_at_stop(self, piece: str) -> str:
-        """Appends to the held text and returns what no stop string can begin in, or what precedes the one found."""
-        if not self._stop:
-            return piece
-        text = self._held + piece
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
-            _, start, self.stopped = min(found)
-            self._held = ""
-            return text[:start]
-        num_held = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
 
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text begin the stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+def _several(texts: str | Sequence[str]) -> Sequence[str]:
+    return (texts,) if isinstance(texts, str) else texts

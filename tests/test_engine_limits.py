@@ -166,7 +166,7 @@ def test_without_a_tokenizer_there_is_no_text(tiny_path: Callable[[str], Path]) 
     engine = start(tiny_path("llama"))
     with pytest.raises(ValueError, match="prompt needs a tokenizer, and skip_tokenizer_init is set"):
         engine.generate("abc")
-    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+    with pytest.raises(ValueError, match="stop and stop_regex need a tokenizer"):
         engine.generate(input_ids=GOOD, sampling_params=greedy(4, stop="a"))
 
 

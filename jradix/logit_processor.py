@@ -9,9 +9,7 @@ import numpy as np
 from jax import Array
 
 from jradix.packing import viewed
-
-MAX_CUSTOM_PARAMS = 8
-"""Numbers that a request may hand to its processor."""
+from jradix.sampling_params import MAX_CUSTOM_PARAMS
 
 MAX_PROCESSORS = 8
 """Different processors of one engine: each is compiled once for each number of rows."""
@@ -49,8 +47,16 @@ def packed_processor_rows() -> int:
     return 4 + MAX_CUSTOM_PARAMS
 
 
-def apply_processor(logits: Array, next_tokens: Array, rows: ProcessedRows, processor: LogitProcessor) -> Array:
-    """f32 logits [rows, vocab] with those of the wanted rows processed, and the others as they are."""
+def apply_processor(logits: Array, next_tokens: Array, packed: Array, processor: LogitProcessor) -> Array:
+    """Processes the logits of the rows that ask for it, and leaves the others as they are.
+
+    Args:
+        logits: f32 [rows, vocab].
+        next_tokens: int32 [max_slots + 1], the token that each slot sampled last.
+        packed: int32 [packed_processor_rows(), rows], of `ProcessedRows.unpack`.
+        processor: static.
+    """
+    rows = ProcessedRows.unpack(packed)
     last = rows.row.last_token
     row = rows.row._replace(last_token=jnp.where(last >= 0, last, next_tokens[-1 - last]))
     return jnp.where(rows.wanted[:, None] > 0, jax.vmap(processor)(logits, row), logits)

@@ -19,9 +19,6 @@ from jax import Array
 
 from jradix.packing import viewed
 
-MAX_BIAS_IDS = 300
-"""The most ids of one request's `logit_bias`, as many as OpenAI takes."""
-
 WORD = 32
 """Bits of a word of the mask."""
 
@@ -53,18 +50,19 @@ def set_counts(counts: Array, slot: Array, values: Array) -> Array:
     return counts.at[slot].set(values)
 
 
-def penalize(logits: Array, counts: Array, next_tokens: Array, penalties: Penalties) -> tuple[Array, Array]:
+def penalize(logits: Array, counts: Array, next_tokens: Array, packed: Array) -> tuple[Array, Array]:
     """Counts what the host has not seen, then subtracts the penalties.
 
     Args:
         logits: f32 [rows, vocab].
         counts: int32 [max_slots + 1, vocab]; donate them.
         next_tokens: int32 [max_slots + 1], the token that each slot sampled last.
-        penalties: of the same rows.
+        packed: int32 [5, rows], of `Penalties.unpack`.
 
     Returns:
         the logits, and the counts with the last tokens of rows that say `count_last`.
     """
+    penalties = Penalties.unpack(packed)
     last = next_tokens.at[penalties.slot].get(mode="clip")
     counted = jnp.where(penalties.count_last > 0, penalties.slot, counts.shape[0])  # past the end: dropped
     counts = counts.at[counted, last].add(2, mode="drop")
@@ -76,10 +74,15 @@ def penalize(logits: Array, counts: Array, next_tokens: Array, penalties: Penalt
     return logits - frequency * in_output - jnp.where(in_output > 0, presence, 0.0), counts
 
 
-def add_bias(logits: Array, ids: Array, values: Array) -> Array:
-    """Adds `values` f32 [rows, n] to the logits of `ids` int32 [rows, n]; ids past the vocabulary pad."""
+def add_bias(logits: Array, packed: Array) -> Array:
+    """Adds the biases of each row to its logits.
+
+    Args:
+        logits: f32 [rows, vocab].
+        packed: int32 [2, rows, n], ids and the bits of f32 values; ids past the vocabulary pad.
+    """
     rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, ids].add(values, mode="drop")
+    return logits.at[rows, packed[0]].add(viewed(packed[1], np.float32), mode="drop")
 
 
 def mask_words(vocab_size: int) -> int:

@@ -19,20 +19,19 @@ from jradix.config import Buckets, StepShape
 from jradix.logit_processor import (
     MAX_PROCESSORS,
     LogitProcessor,
-    ProcessedRows,
     apply_processor,
     check_processor,
     packed_processor_rows,
 )
-from jradix.logits import MAX_BIAS_IDS, Penalties, add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
+from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
 from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs, logprobs, prompt_logprobs
 from jradix.model.transformer import Transformer
-from jradix.packing import viewed
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
 from jradix.programs import Programs
 from jradix.sampling import sample
 from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows, unpack_sampling
+from jradix.sampling_params import MAX_BIASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,8 @@ class Runner:
         self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
         self._no_counts = jax.jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32))
         self._set_counts = jax.jit(set_counts, donate_argnums=0)
-        self._penalize = jax.jit(_penalize, donate_argnums=1)
-        self._add_bias, self._apply_mask = jax.jit(_add_bias), jax.jit(apply_mask)
+        self._penalize = jax.jit(penalize, donate_argnums=1)
+        self._add_bias, self._apply_mask = jax.jit(add_bias), jax.jit(apply_mask)
         self._processors: dict[LogitProcessor, jax.stages.Wrapped] = {}
         self._logprobs, self._pick = jax.jit(_packed_logprobs), jax.jit(_pick)
         block = min(PROMPT_BLOCK, buckets.extend_tokens[-1])
@@ -170,7 +169,7 @@ class Runner:
                 "compiled then: give it to runner.register_processor first"
             )
         check_processor(processor, self._vocab_size)
-        self._processors[processor] = jax.jit(partial(_process, processor=processor))
+        self._processors[processor] = jax.jit(partial(apply_processor, processor=processor))
 
     def launch_forward(
         self, shape: StepShape, arrays: npt.NDArray[np.int32], copies: npt.NDArray[np.int32] | None = None
@@ -257,7 +256,7 @@ class Runner:
             logits = self._logits(rows)
             words = jax.ShapeDtypeStruct((rows, mask_words(self._vocab_size)), jnp.uint32)
             compiled(("penalties", rows), self._penalize, logits, counts, self._next_tokens, _int32(5, rows))
-            compiled(("biases", rows), self._add_bias, logits, _int32(2, rows, MAX_BIAS_IDS))
+            compiled(("biases", rows), self._add_bias, logits, _int32(2, rows, MAX_BIASES))
             compiled(("mask", rows), self._apply_mask, logits, words)
             for processor, jitted in self._processors.items():
                 packed = _int32(packed_processor_rows(), rows)
@@ -377,20 +376,6 @@ def _sample_and_store(
     else:
         tokens = sample(logits, unpack_sampling(sampling), greedy_only=False)
     return tokens, next_tokens.at[slots].set(tokens)
-
-
-def _penalize(
-    logits: jax.Array, counts: jax.Array, next_tokens: jax.Array, packed: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return penalize(logits, counts, next_tokens, Penalties.unpack(packed))
-
-
-def _add_bias(logits: jax.Array, packed: jax.Array) -> jax.Array:
-    return add_bias(logits, packed[0], viewed(packed[1], jnp.float32))
-
-
-def _process(logits: jax.Array, next_tokens: jax.Array, packed: jax.Array, processor: LogitProcessor) -> jax.Array:
-    return apply_processor(logits, next_tokens, ProcessedRows.unpack(packed), processor)
 
 
 def _packed_logprobs(logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array) -> jax.Array:

@@ -13,15 +13,16 @@ import numpy.typing as npt
 from jradix.batch import first_tokens, known_token, row_indices
 from jradix.config import StepShape
 from jradix.logit_processor import LogitProcessor, ProcessedRows, packed_processor_rows
-from jradix.logits import MAX_BIAS_IDS, Penalties, mask_words
+from jradix.logits import Penalties, mask_words
 from jradix.logprobs import logprob_width
 from jradix.packing import viewed
 from jradix.request import Request
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
+from jradix.sampling_params import MAX_BIASES
 from jradix.scheduler import PlannedRow, StepPlan
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 MAX_SUPPRESSED_IDS = 16
 """The most ids that `min_new_tokens` can keep from being sampled: EOS and stop ids of one request."""
 
@@ -72,7 +73,7 @@ class SamplingInputs:
     Attributes:
         sampling: of `build_sampling`; None if every row that samples is greedy.
         penalties: frequency, presence and repetition.
-        bias: int32 `[2, rows, MAX_BIAS_IDS]`, ids and the bits of f32 values; ids of INT32_MAX pad.
+        bias: int32 `[2, rows, MAX_BIASES]`, ids and the bits of f32 values; ids of INT32_MAX pad.
         processors: each with its rows, of `ProcessedRows.unpack`.
         mask: uint32 `[rows, mask_words(vocab)]`, see `logits.apply_mask`; whoever knows grammars sets it.
         given_ids: int32 `[rows, width]`, if a row wants log-probabilities of what it samples; -1 pads.
@@ -172,7 +173,7 @@ def build_penalties(rows: IndexedRows, num_rows: int) -> PenaltyInputs | None:
         arrays.slot[index] = request.slot
         arrays.frequency[index] = params.frequency_penalty
         arrays.presence[index] = params.presence_penalty
-        arrays.repetition[index] = params.repetition_penalty
+        arrays.repetition[index] = max(params.repetition_penalty, FLOAT32_TINY)
     return PenaltyInputs(counted, packed)
 
 
@@ -197,7 +198,7 @@ def build_bias(rows: IndexedRows, num_rows: int) -> Ints | None:
     biased = [(index, row.request.params.logit_bias) for index, row in rows if row.request.params.logit_bias]
     if not biased:
         return None
-    packed = np.zeros((2, num_rows, MAX_BIAS_IDS), np.int32)
+    packed = np.zeros((2, num_rows, MAX_BIASES), np.int32)
     packed[0] = INT32_MAX
     values: Any = viewed(packed[1], np.float32)
     for index, bias in biased:
@@ -206,7 +207,7 @@ def build_bias(rows: IndexedRows, num_rows: int) -> Ints | None:
     return packed
 
 
-def build_processors(rows: IndexedRows, num_rows: int) -> list[tuple[LogitProcessor, Ints]]:
+def build_processors(rows: IndexedRows, num_rows: int) -> tuple[tuple[LogitProcessor, Ints], ...]:
     """For each processor that a row asks for, the rows as it meets them."""
     found: dict[LogitProcessor, Ints] = {}
     for index, row in rows:
@@ -223,7 +224,7 @@ def build_processors(rows: IndexedRows, num_rows: int) -> list[tuple[LogitProces
         arrays.row.num_output[index] = end - request.prompt_len
         arrays.row.last_token[index] = known_token(request, end - 1)
         arrays.row.params[index, : len(custom)] = custom
-    return list(found.items())
+    return tuple(found.items())
 
 
 def build_given_ids(rows: IndexedRows, num_rows: int) -> Ints | None:

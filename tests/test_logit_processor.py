@@ -1,5 +1,6 @@
 """Processors of callers: what they see of a row, that other rows never notice, and which are refused."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,8 +36,7 @@ def test_a_processor_sees_its_row_and_the_tokens_that_are_on_the_device_only() -
     rows.row.params[1] = np.arange(8) / 4
     next_tokens = np.array([7, 8, 9, 0], np.int32)
     logits = np.ones((3, VOCAB), np.float32)
-    run = jax.jit(lambda logits, tokens, arrays: apply_processor(logits, tokens, ProcessedRows.unpack(arrays), reveal))
-    found = np.asarray(run(logits, next_tokens, arrays))
+    found = np.asarray(jax.jit(partial(apply_processor, processor=reveal))(logits, next_tokens, arrays))
     assert found[:, :3].tolist() == [[10, 0, 33], [11, 1, 7], [12, 2, 9]]
     assert found[1, 3:11].tolist() == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
     assert (found[:, 11:] == 1).all()
@@ -47,7 +47,7 @@ def test_a_processor_changes_no_row_that_did_not_ask() -> None:
     rows: Any = ProcessedRows.unpack(arrays)
     rows.wanted[2] = 1
     logits = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
-    found = np.asarray(apply_processor(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, poison))
+    found = np.asarray(apply_processor(jnp.asarray(logits), jnp.zeros(3, jnp.int32), jnp.asarray(arrays), poison))
     assert np.isnan(found[2]).all()
     assert np.delete(found, 2, 0).tobytes() == np.delete(logits, 2, 0).tobytes()
 

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from jradix.logits import (
-    MAX_BIAS_IDS,
-    Penalties,
     add_bias,
     apply_mask,
     mask_words,
@@ -18,7 +16,7 @@ from jradix.logits import (
 )
 from jradix.request import Request, RequestState
 from jradix.sampling_batch import CountedTokens, allow_all, build_penalties
-from jradix.sampling_params import SamplingParams
+from jradix.sampling_params import MAX_BIASES, SamplingParams
 from jradix.scheduler import PlannedRow
 
 VOCAB, SLOTS = 60, 3
@@ -59,7 +57,7 @@ class CountingDevice:
             return logits
         for counted in inputs.counted:
             self.set_counts(counted)
-        found, self.counts = self._penalize(logits, self.counts, self.next_tokens, Penalties.unpack(inputs.packed))
+        found, self.counts = self._penalize(logits, self.counts, self.next_tokens, inputs.packed)
         return np.asarray(found)
 
     def set_counts(self, tokens: CountedTokens) -> None:
@@ -71,7 +69,7 @@ def request_with(params: dict[str, float], prompt: list[int], slot: int) -> Requ
     request = Request(
         id=str(slot),
         prompt_ids=np.asarray(prompt, np.int32),
-        params=SamplingParams(**params),
+        params=SamplingParams.from_dict(params),
         stop_ids=frozenset(),
         max_new_tokens=100,
         slot=slot,
@@ -161,15 +159,15 @@ def test_counts_hold_twice_the_output_and_one_for_the_prompt() -> None:
 def test_a_bias_is_added_to_the_ids_of_its_row_only() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(3, 400)).astype(np.float32)
-    ids = np.full((3, MAX_BIAS_IDS), 2**31 - 1, np.int32)
-    values = np.ones((3, MAX_BIAS_IDS), np.float32)
-    chosen = rng.permutation(400)[:MAX_BIAS_IDS]
-    ids[0], values[0] = chosen, rng.normal(size=MAX_BIAS_IDS) * 50
+    packed = np.full((2, 3, MAX_BIASES), 2**31 - 1, np.int32)
+    ids, values = packed[0], packed[1].view(np.float32)
+    chosen = rng.permutation(400)[:MAX_BIASES]
+    ids[0], values[0] = chosen, rng.normal(size=MAX_BIASES) * 50
     ids[2, :2], values[2, :2] = (0, 399), (-100, 100)
     want = logits.copy()
     want[0, chosen] += values[0]
     want[2, [0, 399]] += [-100, 100]
-    np.testing.assert_array_equal(jax.jit(add_bias)(logits, ids, values), want)
+    np.testing.assert_array_equal(jax.jit(add_bias)(logits, packed), want)
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 320])

@@ -1,6 +1,7 @@
 """Log-probabilities against float64, bit-equal in any batch; and prompts, whose logits never exist together."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +47,14 @@ def test_log_probabilities_agree_with_float64(kind: str, vocab: int) -> None:
     want = log_softmax(logits)
     order = np.argsort(-logits, axis=-1, kind="stable")
     top = min(width, vocab)
-    tolerance = {"rtol": 1e-6, "atol": 2e-6}
-    np.testing.assert_allclose(found.chosen, want[np.arange(6), ids], **tolerance)
+    assert_close = partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6)
+    assert_close(found.chosen, want[np.arange(6), ids])
     np.testing.assert_array_equal(found.rank, [order[row].tolist().index(ids[row]) + 1 for row in range(6)])
     np.testing.assert_array_equal(found.top_ids[:, :top], order[:, :top])
-    np.testing.assert_allclose(found.top[:, :top], np.take_along_axis(want, order[:, :top], 1), **tolerance)
+    assert_close(found.top[:, :top], np.take_along_axis(want, order[:, :top], 1))
     assert (found.top_ids[:, top:] == -1).all()
     assert np.isneginf(found.top[:, top:]).all()
-    np.testing.assert_allclose(found.given[:, :16], np.take_along_axis(want, given[:, :16], 1), **tolerance)
+    assert_close(found.given[:, :16], np.take_along_axis(want, given[:, :16], 1))
     assert np.isneginf(found.given[:, 16:]).all()
 
 
@@ -126,7 +127,7 @@ def test_prompt_tokens_in_blocks_have_the_log_probabilities_of_the_whole(count: 
     head = head_of(12, 300)
     targets, given = some_ids(64, 300, width)
     targets[count:] = -1
-    run = jax.jit(lambda *arrays: prompt_logprobs(*arrays, head, block=16))
+    run = jax.jit(partial(prompt_logprobs, logits_of=head, block=16))
     found = Logprobs.unpack(np.asarray(run(hidden, targets, given)))
     whole = Logprobs.unpack(np.asarray(jitted(head(jnp.asarray(hidden)), jnp.maximum(targets, 0), given).packed()))
     for got, want in zip(found, whole, strict=True):
@@ -142,8 +143,8 @@ def test_a_prompt_needs_the_memory_of_one_block_of_logits() -> None:
     )
     weight = jax.ShapeDtypeStruct((vocab, 32), jnp.float32)
 
-    def run(weight: jax.Array, *arrays: jax.Array) -> jax.Array:
-        return prompt_logprobs(*arrays, lambda hidden: hidden @ weight.T, block=block)
+    def run(weight: jax.Array, hidden: jax.Array, targets: jax.Array, given: jax.Array) -> jax.Array:
+        return prompt_logprobs(hidden, targets, given, lambda part: part @ weight.T, block=block)
 
     memory = jax.jit(run).lower(weight, *shapes).compile().memory_analysis()
     assert memory is not None

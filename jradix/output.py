@@ -1,5 +1,8 @@
-"""What one request has produced: its tokens, their text, and whether they end it."""
+"""What one request has produced: its tokens, their text, whether they end it, and who is to be told."""
 
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from jradix.request import FinishReason, Request
@@ -7,10 +10,30 @@ from jradix.tokenizer import Detokenizer, Tokenizer
 
 
 class Output:
-    """Collects a request's tokens, and turns them into text when somebody asks, or at once to find stops in it."""
+    """Collects a request's tokens, and turns them into text when somebody asks, or at once to find stops in it.
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    The loop's thread appends, others read; `as_dict` may be called from any.
+
+    Attributes:
+        error: what broke the step that the request was in.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        tell: Callable[["Output"], None] | None = None,
+        *,
+        tell_each_token: bool = False,
+    ) -> None:
+        """tell: called on the loop's thread, with this output, when it ends, and with `tell_each_token` as it grows."""
         self.request = request
+        self.finished = False
+        self.error: BaseException | None = None
+        self._weight_version = 0
+        self._num_certain = 0  # tokens that are not the end: whether the last is kept as text is decided by `finish`
+        self._tell, self._tell_each_token = tell, tell_each_token
+        self._lock = threading.Lock()
         self._text = ""
         self._num_decoded = 0
         self._detokenizer: Detokenizer | None = None
@@ -24,14 +47,51 @@ class Output:
                 skip_special_tokens=params.skip_special_tokens,
             )
 
-    @property
-    def finished(self) -> bool:
-        return self.request.finish_reason is not None
-
     def append(self, token_id: int) -> FinishReason | None:
-        """Take the next token; returns the reason if the request ends with it."""
+        """Take the next token; returns the reason if the request ends with it, which `finish` must then be told."""
+        with self._lock:
+            self.request.output_ids.append(token_id)
+            reason = self._reason_to_end(token_id)
+            if reason is None:
+                self._num_certain += 1
+        if reason is None and self._tell_each_token:
+            self._tell_change()
+        return reason
+
+    def finish(self, error: BaseException | None = None, *, weight_version: int = 0) -> None:
+        """Decode what is left; text held back because it might have become a stop comes out.
+
+        weight_version: of the weights that chose the last token.
+        """
+        reason = self.request.finish_reason
+        assert reason is not None
+        ends_in_stop_id = reason.type == "stop" and isinstance(reason.matched, int)
+        hides_last = ends_in_stop_id and not self.request.params.no_stop_trim
+        with self._lock:
+            self.finished, self.error = True, error
+            self._weight_version = weight_version
+            self._num_certain = len(self.request.output_ids)
+            self.request.finish_time = time.perf_counter()
+            self._decode(self._num_certain - hides_last)
+            if self._detokenizer is not None:
+                self._text += self._detokenizer.finish()
+                self._detokenizer = None
+        self._tell_change()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result so far, as `Engine.generate` describes it."""
+        with self._lock:
+            return self._as_dict()
+
+    def _tell_change(self) -> None:
+        if self._tell is not None:
+            try:
+                self._tell(self)
+            except RuntimeError:  # an event loop that was closed with the request alive: nobody is there to be told
+                self._tell = None
+
+    def _reason_to_end(self, token_id: int) -> FinishReason | None:
         request = self.request
-        request.output_ids.append(token_id)
         count = len(request.output_ids)
         if token_id in request.stop_ids and count > request.params.min_new_tokens:
             return FinishReason("stop", matched=token_id)
@@ -50,34 +110,23 @@ class Output:
             return FinishReason("length", length=count)
         return None
 
-    def finish(self) -> None:
-        """Decode what is left; text held back because it might have become a stop comes out."""
-        reason = self.request.finish_reason
-        assert reason is not None
-        ends_in_stop_id = reason.type == "stop" and isinstance(reason.matched, int)
-        hides_last = ends_in_stop_id and not self.request.params.no_stop_trim
-        self._decode(len(self.request.output_ids) - hides_last)
-        if self._detokenizer is not None:
-            self._text += self._detokenizer.finish()
-            self._detokenizer = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result so far, as `Engine.generate` describes it."""
+    def _as_dict(self) -> dict[str, Any]:
         request = self.request
         if not self.finished:
-            self._decode(len(request.output_ids))
+            self._decode(self._num_certain)
         meta: dict[str, Any] = {
             "id": request.id,
             "prompt_tokens": request.prompt_len,
-            "completion_tokens": len(request.output_ids),
+            "completion_tokens": self._num_certain,
             "cached_tokens": request.cached_tokens,
-            "finish_reason": request.finish_reason.as_dict() if request.finish_reason else None,
+            "finish_reason": request.finish_reason.as_dict() if self.finished and request.finish_reason else None,
         }
         if request.first_token_time is not None:
             meta["time_to_first_token"] = request.first_token_time - request.arrival_time
-        if request.finish_time is not None:
+        if self.finished and request.finish_time is not None:
             meta["e2e_latency"] = request.finish_time - request.arrival_time
-        return {"text": self._text, "output_ids": list(request.output_ids), "meta_info": meta}
+            meta["weight_version"] = self._weight_version
+        return {"text": self._text, "output_ids": request.output_ids[: self._num_certain], "meta_info": meta}
 
     def _decode(self, num_tokens: int) -> None:
         """Turn the output up to `num_tokens` tokens into text, as far as it is sure."""

@@ -68,7 +68,8 @@ class Request:
         top_logprobs_num: beside each, so many likeliest tokens.
         token_ids_logprob: beside each, these tokens.
         return_hidden_states: report the last layer's output for every token that is computed.
-        first_token_time, finish_time: seconds of `time.perf_counter`.
+        group: the id under which the caller knows this request and its siblings, if it is one of several samples.
+        arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
     """
 
     id: str
@@ -79,6 +80,8 @@ class Request:
     seed: int = 0
     namespace: Hashable | None = None
     constraint: Constraint | None = None
+    group: str | None = None
+    deadline: float | None = None
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_sampled: int = 0

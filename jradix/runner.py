@@ -140,6 +140,10 @@ class Runner:
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32)
         self._counts: jax.Array | None = None
 
+    def close(self) -> None:
+        """Give the parameters, the pool and the counts back; nothing can be launched any more."""
+        del self.parameters, self._pool, self._next_tokens, self._counts
+
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
         assert (pool.shape, pool.dtype) == (self._pool.shape, self._pool.dtype)

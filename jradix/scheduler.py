@@ -283,6 +283,11 @@ class Scheduler:
         request.change_state(RequestState.WAITING)
         self.waiting.appendleft(request)
 
+    def retract_all(self) -> None:
+        """Every running request back to the head of the queue, in order of admission; no tokens may be in flight."""
+        for request in self.running[::-1]:
+            self._retract(request)
+
     def _stuck(self) -> bool:
         """Whether running requests want a step and none could be planned: they hold the pool's last pages."""
         return any(request.wants_step for request in self.running)

@@ -1,6 +1,9 @@
-"""Builds what an engine runs on: weights on the device, buckets, the KV pool's size, tokenizer."""
+"""Builds what an engine runs on: weights, now and later, buckets, the KV pool's size, tokenizer."""
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +13,17 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jradix import mesh
 from jradix.cache.pool import pages_that_fit
 from jradix.config import Buckets, EngineConfig
+from jradix.model.array_source import ArraySource
 from jradix.model.checkpoint import Checkpoint, open_checkpoint
 from jradix.model.config import ModelConfig
-from jradix.model.transformer import Transformer
-from jradix.model.weights import load_transformer, random_transformer
+from jradix.model.transformer import LayerLoop, Transformer
+from jradix.model.weights import (
+    TensorSource,
+    check_tensors,
+    load_transformer,
+    random_transformer,
+    replace_parameters,
+)
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
@@ -67,6 +77,28 @@ def build(config: EngineConfig) -> Parts:
     return Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids)
 
 
+def weights_to_replace(
+    config: EngineConfig, model_config: ModelConfig, weights: str | os.PathLike[str] | Mapping[str, Any]
+) -> Callable[[list[jax.Array]], None]:
+    """Open other weights of the same model, and give what puts them in the place of a runner's parameters.
+
+    Raises:
+        ValueError: they are not there, or of another model.
+    """
+    if isinstance(weights, Mapping):
+        source: TensorSource = ArraySource(weights, {})
+    else:
+        source = open_checkpoint(weights)
+        other = ModelConfig.from_hf(source.config)
+        if other != model_config:
+            raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {model_config}")
+    layer_loop = _layer_loop(config)
+    check_tensors(model_config, source, layer_loop)
+    return partial(
+        replace_parameters, config=model_config, source=source, dtype=DTYPES[config.dtype], layer_loop=layer_loop
+    )
+
+
 def _choose_kernels(config: EngineConfig, model_config: ModelConfig, max_pages: int) -> Kernels:
     geometry = Geometry(
         q_heads=model_config.q_heads,
@@ -93,7 +125,7 @@ def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> Transformer:
-    layer_loop = mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
+    layer_loop = _layer_loop(config)
     dtype = DTYPES[config.dtype]
     if config.load_format == "dummy":
         model = random_transformer(model_config, dtype=dtype, layer_loop=layer_loop, seed=config.random_seed)
@@ -101,6 +133,10 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
         model = load_transformer(model_config, checkpoint, dtype=dtype, layer_loop=layer_loop)
     wait_for(model)  # so that what the pool may take is measured after the weights
     return model
+
+
+def _layer_loop(config: EngineConfig) -> LayerLoop:
+    return mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
 
 
 def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int, *, joined: bool) -> KVLayout:

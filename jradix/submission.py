@@ -1,15 +1,18 @@
 """Turns what a caller of `generate` passes into validated requests; nothing is queued before all of it is right."""
 
 import functools
+import threading
+import time
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from jradix.grammar import Constraint, Grammars
 from jradix.request import Request
+from jradix.request_options import RequestOptions, is_sequence, options_of_each
 from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
 from jradix.tokenizer import Tokenizer
@@ -19,7 +22,7 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
 class Submission:
-    """Makes requests for one engine: tokenizes, checks limits, numbers and seeds them."""
+    """Makes requests for one engine: tokenizes, checks limits, numbers and seeds them. For any thread."""
 
     def __init__(
         self,
@@ -35,34 +38,25 @@ class Submission:
         self._vocab_size, self._context_length, self._eos_ids = vocab_size, context_length, eos_ids
         self._pool_tokens = pool_tokens
         self._seeds = np.random.default_rng(random_seed)
+        self._drawing = threading.Lock()
 
     def requests(
         self,
         prompt: str | Sequence[str] | None,
         input_ids: TokenIds | Sequence[TokenIds] | None,
         sampling_params: Params | Sequence[Params] | None,
-        rid: str | Sequence[str] | None,
-        namespace: Hashable | None,
+        **options: Unpack[RequestOptions],
     ) -> tuple[list[Request], bool]:
         """The requests, and whether the caller passed a single prompt instead of a list.
 
         Raises:
             ValueError: names the argument, what was expected and what was given.
         """
-        if namespace is not None and (isinstance(namespace, bool) or not isinstance(namespace, str | int)):
-            raise ValueError(f"cache_salt must be a string, an integer or None, got {namespace!r}")
+        arrival_time = time.perf_counter()
         prompts, single = self._prompts(prompt, input_ids)
-        params = [
-            _as_params(p)
-            for p in _one_each(sampling_params, len(prompts), "sampling_params", (Mapping, SamplingParams))
-        ]
-        ids = _one_each(rid, len(prompts), "rid", (str,))
-        if rid is not None and len(set(ids)) < len(ids):
-            raise ValueError(f"rid must name each request differently, got {list(ids)}")
-        made = [
-            self._request(token_ids, param, number, namespace)
-            for token_ids, param, number in zip(prompts, params, ids, strict=True)
-        ]
+        params = _params_of_each(sampling_params, len(prompts))
+        each = options_of_each(options, len(prompts))
+        made = [self._request(*one, arrival_time) for one in zip(prompts, params, each, strict=True)]
         return made, single
 
     def _prompts(
@@ -71,22 +65,22 @@ class Submission:
         if (prompt is None) == (input_ids is None):
             raise ValueError("give exactly one of prompt and input_ids")
         if input_ids is not None:
-            if not _is_sequence(input_ids) or not len(input_ids):
+            if not is_sequence(input_ids) or not len(input_ids):
                 raise ValueError(
                     f"input_ids must be a list of token ids or of such lists, not empty, got {input_ids!r}"
                 )
-            single = not _is_sequence(input_ids[0])
+            single = not is_sequence(input_ids[0])
             return [self._checked(ids) for ids in ([input_ids] if single else input_ids)], single
         if self._tokenizer is None:
             raise ValueError("prompt needs a tokenizer, and skip_tokenizer_init is set: pass input_ids")
         single = isinstance(prompt, str)
         texts: Any = [prompt] if isinstance(prompt, str) else prompt
-        if not _is_sequence(texts) or not len(texts) or not all(isinstance(text, str) for text in texts):
+        if not is_sequence(texts) or not len(texts) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"prompt must be a string or a list of strings, not empty, got {prompt!r}")
         return [self._checked(self._tokenizer.encode(text)) for text in texts], single
 
     def _checked(self, token_ids: Any) -> npt.NDArray[np.int32]:
-        if not _is_sequence(token_ids):
+        if not is_sequence(token_ids):
             raise ValueError(f"input_ids must be a list of token ids, got {token_ids!r}")
         if not len(token_ids):
             raise ValueError("the prompt is empty: at least one token is needed to predict the next")
@@ -105,7 +99,11 @@ class Submission:
         return ids.astype(np.int32)
 
     def _request(
-        self, prompt_ids: npt.NDArray[np.int32], params: SamplingParams, rid: str | None, namespace: Hashable | None
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        options: dict[str, Any],
+        arrival_time: float,
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
         max_new_tokens = self._max_new_tokens(params.max_new_tokens, len(prompt_ids))
@@ -116,17 +114,23 @@ class Submission:
             raise ValueError(
                 f"min_new_tokens can hold back at most {MAX_SUPPRESSED_IDS} stop ids, EOS included, got {len(stop_ids)}"
             )
-        seed = params.seed if params.seed is not None else int(self._seeds.integers(SEED_LIMIT))
+        timeout = options.get("timeout")
         return Request(
-            id=rid if rid is not None else uuid.uuid4().hex,
+            id=options["rid"] if "rid" in options else uuid.uuid4().hex,
             prompt_ids=prompt_ids,
             params=params,
             stop_ids=stop_ids,
             max_new_tokens=max_new_tokens,
-            seed=seed,
-            namespace=namespace,
+            seed=params.seed if params.seed is not None else self._draw_seed(),
+            namespace=options.get("cache_salt"),
             constraint=self._constraint(params, stop_ids),
+            deadline=None if timeout is None else arrival_time + timeout,
+            arrival_time=arrival_time,
         )
+
+    def _draw_seed(self) -> int:
+        with self._drawing:
+            return int(self._seeds.integers(SEED_LIMIT))
 
     def _constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> Constraint | None:
         if params.json_schema is params.regex is params.ebnf is None:
@@ -154,7 +158,17 @@ class Submission:
         return asked
 
 
-def _as_params(params: Params | None) -> SamplingParams:
+def _params_of_each(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    if not is_sequence(given):
+        return [_as_params(given)] * count
+    if len(given) != count:
+        raise ValueError(
+            f"sampling_params must be one for all or a list with one for each of the {count} prompts, got {len(given)}"
+        )
+    return [_as_params(params) for params in given]
+
+
+def _as_params(params: Any) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if isinstance(params, SamplingParams):
@@ -162,27 +176,6 @@ def _as_params(params: Params | None) -> SamplingParams:
     if isinstance(params, Mapping):
         return SamplingParams.from_dict(params)
     raise ValueError(f"sampling_params must be SamplingParams or a dict of its fields, got {params!r}")
-
-
-def _one_each(value: Any, count: int, name: str, single_types: tuple[type, ...]) -> list[Any]:
-    """`value` once per prompt, whether it was given once or as a list."""
-    if value is None or isinstance(value, single_types):
-        if name == "rid" and value is not None and count != 1:
-            raise ValueError(f"rid must be a list of {count} ids for {count} prompts, got {value!r}")
-        return [value] * count
-    if not _is_sequence(value) or len(value) != count:
-        got = f"{len(value)}" if _is_sequence(value) else repr(value)
-        raise ValueError(f"{name} must be one for all or a list with one for each of the {count} prompts, got {got}")
-    for item in value:
-        if not isinstance(item, single_types):
-            raise ValueError(f"{name} holds {item!r}, expected {' or '.join(t.__name__ for t in single_types)}")
-    return list(value)
-
-
-def _is_sequence(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _shortened(value: Any) -> str:

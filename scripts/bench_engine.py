@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jradix import Engine, SamplingParams
+from jradix.core import Core
 from jradix.mesh import device_description
 
 TokenIds = npt.NDArray[np.int32]
@@ -74,8 +75,8 @@ def prefill_seconds(engine: Engine, prompts: Sequence[TokenIds]) -> float:
 
 
 @contextmanager
-def decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, **params: Any) -> Iterator[None]:
-    """Inside, every prompt's request decodes one token in each call of `step`, for `num_steps` calls.
+def decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, **params: Any) -> Iterator[Core]:
+    """Lends the engine's core; in each of `num_steps` calls of `step`, every prompt's request decodes one token.
 
     The prompts are computed beforehand, so that the requests find them cached and begin within a few steps of each
     other; the cache must be on.
@@ -85,16 +86,19 @@ def decoding(engine: Engine, prompts: Sequence[TokenIds], num_steps: int, **para
     num_chunks = missing_tokens // engine.config.chunked_prefill_size + len(prompts) // engine.scheduler.max_extend_rows
     # Those that begin first decode while the others' last prompt tokens are computed.
     long_enough = SamplingParams(max_new_tokens=num_chunks + num_steps + 4, ignore_eos=True, **params)
-    with closing(engine.generate(input_ids=prompts, sampling_params=long_enough, stream=True)):
-        requests = list(engine.scheduler.waiting)
+    engine.pause_generation("in_place")
+    stream = engine.generate(input_ids=prompts, sampling_params=long_enough, stream=True)
+    with closing(stream), engine.hold() as core:
+        requests = [output.request for output in core.outputs.values()]
         assert len(requests) == len(prompts)
         while not all(request.output_ids for request in requests):
-            engine.step()
-        engine.step()  # the device may have begun it before the last prompt's first token was collected
+            core.step()
+        core.step()  # the device may have begun it before the last prompt's first token was collected
         num_tokens = sum(len(request.output_ids) for request in requests)
-        yield
+        yield core
         num_tokens = sum(len(request.output_ids) for request in requests) - num_tokens
         assert num_tokens == len(prompts) * num_steps, f"{num_tokens} tokens in {num_steps} steps"
+    engine.continue_generation()
     engine.check_idle()
 
 
@@ -104,9 +108,9 @@ def decode_step_seconds(engine: Engine, prompts: Sequence[TokenIds], num_steps: 
     One step is in flight all the time, so each call of `step` returns one step later than the call before.
     """
     seconds: list[float] = []
-    with decoding(engine, prompts, num_steps, temperature=0):
+    with decoding(engine, prompts, num_steps, temperature=0) as core:
         for _ in range(num_steps):
             start = time.perf_counter()
-            engine.step()
+            core.step()
             seconds.append(time.perf_counter() - start)
     return seconds

@@ -5,7 +5,7 @@
 
 The engine is the real one, and so are its steps; the model is random and very narrow, with `--layers` layers, because
 the time of a dispatch grows with the number of arrays handed over and not with their size. Before each timed step the
-device is left to finish. Time is CPU time of the thread that calls `Engine.step`, so neither the threads that XLA
+device is left to finish. Time is CPU time of the thread that calls `Core.step`, so neither the threads that XLA
 computes with nor other processes add to it. Timers stand around these parts:
 
     plan          Scheduler.plan: who decodes, pages for the next token
@@ -34,7 +34,7 @@ import numpy as np
 from bench_engine import decoding, random_tokens
 from tqdm import tqdm
 
-import jradix.engine
+import jradix.core
 from jradix import Engine
 
 PARTS: tuple[str, ...] = ("plan", "arrays", "dispatch", "read", "bookkeeping")
@@ -99,9 +99,9 @@ def timers(engine: Engine) -> Iterator[Stopwatch]:
     watch = Stopwatch()
     parts = [
         (engine.scheduler, "plan", "plan"),
-        (jradix.engine, "step_shape", "arrays"),
-        (jradix.engine, "build_arrays", "arrays"),
-        (jradix.engine, "build_sampling_inputs", "arrays"),
+        (jradix.core, "step_shape", "arrays"),
+        (jradix.core, "build_arrays", "arrays"),
+        (jradix.core, "build_sampling_inputs", "arrays"),
         (engine.runner, "launch_forward", "dispatch"),
         (engine.runner, "launch_sampling", "dispatch"),
         (engine.runner, "collect", "read"),
@@ -121,14 +121,14 @@ def host_seconds(engine: Engine, batch: int, steps: int, sampler: str) -> list[d
     rng = np.random.default_rng(0)
     prompts = [random_tokens(rng, engine.model_config.vocab_size, PROMPT_LEN) for _ in range(batch)]
     laps: list[dict[str, float]] = []
-    with decoding(engine, prompts, steps + 1, **SAMPLERS[sampler]), timers(engine) as watch:
-        engine.step()
+    with decoding(engine, prompts, steps + 1, **SAMPLERS[sampler]) as core, timers(engine) as watch:
+        core.step()
         watch.lap()
         num_compiled = engine.runner.num_compiled
         for _ in tqdm(range(steps), desc=sampler, unit="step", file=sys.stderr):
             jax.block_until_ready(watch.returned["dispatch"].tokens)
             start = time.thread_time()
-            engine.step()
+            core.step()
             whole = time.thread_time() - start
             lap = watch.lap()
             lap["bookkeeping"] = whole - sum(lap.values())

@@ -14,7 +14,7 @@ from tests.tiny_engine import greedy
 
 def requests_for(engine: Engine, prompts: list[list[int]], max_new_tokens: int = 1, **report: Any) -> list[Request]:
     """Greedy requests that report what their attributes `report` say."""
-    requests, _ = engine._submission.requests(None, prompts, greedy(max_new_tokens), None, None)
+    requests, _ = engine._submission.requests(None, prompts, greedy(max_new_tokens))
     for request in requests:
         for name, value in report.items():
             setattr(request, name, value)
@@ -32,8 +32,10 @@ def steps(
     for request in requests:
         scheduler.add(request)
     while (plan := scheduler.plan(in_flight=False)) is not None:
-        shape = step_shape(plan, engine._buckets)
-        arrays = build_arrays(plan, shape, scheduler.page_tables, engine.config.page_size, engine._layout.num_pages)
+        shape = step_shape(plan, engine._core.buckets)
+        arrays = build_arrays(
+            plan, shape, scheduler.page_tables, engine.config.page_size, engine._core.layout.num_pages
+        )
         forward = runner.launch_forward(shape, arrays, build_copies(plan, runner.max_copies))
         inputs = build_sampling_inputs(plan, shape, runner.max_prompt_logprobs)
         change(inputs, shape.rows)

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from jradix import Engine, SamplingParams
-from tests.tiny_engine import Golden, greedy, output_ids
+from jradix.delivery import StepFailedError
+from tests.tiny_engine import Golden, greedy, output_ids, paused
 
 PROMPTS = [[5, 6, 7, 8, 9, seed] for seed in range(10, 22)]
 
@@ -147,25 +148,32 @@ def test_a_stream_that_is_closed_leaks_nothing(tiny_engine: Engine, items: int) 
     tiny_engine.check_idle()
 
 
-def test_abort_works_at_every_stage_and_leaves_right_caches(tiny_engine: Engine) -> None:
-    """Queued, between chunks of the prompt, with a step in flight, while decoding, when over, and unknown."""
+@pytest.mark.parametrize("steps", range(8))
+def test_abort_works_at_every_stage_and_leaves_right_caches(tiny_engine: Engine, steps: int) -> None:
+    """Queued, between chunks of the prompt, with a step in flight, while decoding, and when over."""
     prompt = list(range(20, 80))
     expected = output_ids(tiny_engine, [prompt], greedy(8))[0]
-    for steps in range(8):
-        tiny_engine.flush_cache()
+    tiny_engine.flush_cache()
+    with paused(tiny_engine):
         tiny_engine.scheduler.chunked_prefill_size = 16
         stream = tiny_engine.generate(input_ids=[prompt], sampling_params=greedy(8), rid=["x"], stream=True)
-        for _ in range(steps):
-            tiny_engine.step()
+        with tiny_engine.hold() as core:
+            for _ in range(steps):
+                core.step()
         assert tiny_engine.abort_request("x")
         assert not tiny_engine.abort_request("x"), "aborted twice"
-        items = list(stream)
-        assert len(items) == 1
-        assert items[0]["meta_info"]["finish_reason"]["type"] == "abort"
-        assert items[0]["output_ids"] == expected[: len(items[0]["output_ids"])]
-        tiny_engine.check_idle()
-        assert output_ids(tiny_engine, [prompt], greedy(8))[0] == expected, f"aborted after {steps} steps"
+        last = list(stream)[-1]
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        assert last["output_ids"] == expected[: len(last["output_ids"])]
+        assert len(last["output_ids"]) == max(0, steps - 4), "four chunks, and one step in flight"
+    tiny_engine.check_idle()
+    assert output_ids(tiny_engine, [prompt], greedy(8))[0] == expected
     tiny_engine.scheduler.chunked_prefill_size = 64
+
+
+def test_who_is_not_alive_cannot_be_aborted(tiny_engine: Engine) -> None:
+    tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(1), rid="over")
+    assert not tiny_engine.abort_request("over")
     assert not tiny_engine.abort_request("nobody")
     with pytest.raises(ValueError, match="rid must be the id of one request"):
         tiny_engine.abort_request(["nobody"])  # pyright: ignore[reportArgumentType]
@@ -252,15 +260,14 @@ def test_threads_share_the_engine(tiny_engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
-@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), KeyboardInterrupt()])
-def test_after_a_failed_step_requests_are_aborted_and_the_engine_goes_on(
-    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+def test_after_a_failed_step_everybody_hears_of_it_and_the_engine_goes_on(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """The program has taken the donated pool and returns none; or its results cannot be read."""
     expected = output_ids(tiny_engine, PROMPTS)
+    tiny_engine.pause_generation("in_place")
     stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(40), stream=True)
-    next(stream)
-    runner = tiny_engine.runner
+    runner, error = tiny_engine.runner, RuntimeError("the device is gone")
 
     def fail(parameters: Any, pool: jax.Array | None = None, *rest: Any) -> Any:
         if pool is not None:
@@ -274,11 +281,11 @@ def test_after_a_failed_step_requests_are_aborted_and_the_engine_goes_on(
             patch.setattr(runner.programs, "compiled", failing)
         else:
             patch.setattr(runner, "collect", fail)
-        with pytest.raises(type(error)):
-            output_ids(tiny_engine, PROMPTS)
-    aborted = list(stream)[-1]["meta_info"]["finish_reason"]
-    assert aborted["type"] == "abort"
-    assert repr(error) in aborted["message"]
+        tiny_engine.continue_generation()
+        for waiting in (lambda: output_ids(tiny_engine, PROMPTS), lambda: list(stream)):
+            with pytest.raises(StepFailedError, match="the device is gone") as caught:
+                waiting()
+            assert caught.value.__cause__ is error
     tiny_engine.check_idle()
     assert tiny_engine.cache.num_free == tiny_engine.cache.num_total, "KV of the lost pool is still in the cache"
     assert output_ids(tiny_engine, PROMPTS) == expected
@@ -286,8 +293,8 @@ def test_after_a_failed_step_requests_are_aborted_and_the_engine_goes_on(
 
 def test_a_stream_that_dies_inside_a_step_ends_after_it(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may close a stream at any moment, in the thread that is planning a step."""
+    tiny_engine.pause_generation("in_place")
     stream = tiny_engine.generate(input_ids=[5, 6, 7], sampling_params=greedy(50), stream=True)
-    next(stream)
     plan = tiny_engine.scheduler.plan
 
     def close_and_plan(**arguments: Any) -> Any:
@@ -297,8 +304,8 @@ def test_a_stream_that_dies_inside_a_step_ends_after_it(tiny_engine: Engine, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(tiny_engine.scheduler, "plan", close_and_plan)
-        tiny_engine.step()
-    tiny_engine.check_idle()
+        tiny_engine.continue_generation()
+        tiny_engine.check_idle()
 
 
 def test_engine_takes_a_config_or_keywords(tiny_engine: Engine) -> None:

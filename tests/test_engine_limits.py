@@ -57,11 +57,14 @@ GOOD = [3, 4, 5]
         ({"input_ids": GOOD, "sampling_params": "hot"}, "sampling_params"),
         ({"input_ids": GOOD, "sampling_params": [{}, {}]}, "sampling_params .*each of the 1 prompts, got 2"),
         ({"input_ids": [GOOD, GOOD], "sampling_params": [{}]}, "sampling_params .*each of the 2 prompts, got 1"),
-        ({"input_ids": [GOOD, GOOD], "sampling_params": [{}, 5]}, "sampling_params holds 5"),
+        (
+            {"input_ids": [GOOD, GOOD], "sampling_params": [{}, 5]},
+            "sampling_params must be SamplingParams or a dict of its fields, got 5",
+        ),
         ({"input_ids": [GOOD, GOOD], "rid": "a"}, "rid must be a list of 2"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a"]}, "rid .*each of the 2 prompts, got 1"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a", "a"]}, "rid must name each request differently"),
-        ({"input_ids": [GOOD, GOOD], "rid": ["a", 7]}, "rid holds 7"),
+        ({"input_ids": [GOOD, GOOD], "rid": ["a", 7]}, "rid must be a string, got 7"),
         (
             {
                 "input_ids": GOOD,

@@ -13,7 +13,15 @@ import pytest
 from jradix import Engine, SamplingParams
 from jradix.cache.pages import TREE
 from jradix.pallas.layout import write_tokens
-from tests.tiny_engine import greedy, logits_after, output_ids, prompts_with_shared_prefixes, start, write_dummy_model
+from tests.tiny_engine import (
+    greedy,
+    logits_after,
+    output_ids,
+    paused,
+    prompts_with_shared_prefixes,
+    start,
+    write_dummy_model,
+)
 
 VOCAB = 320
 REQUESTS = prompts_with_shared_prefixes(200, VOCAB, seed=1)
@@ -82,10 +90,13 @@ def test_nan_in_places_nobody_owns_changes_nothing(small_pool: Engine, uncached:
     small_pool.flush_cache()
     small_pool.scheduler.chunked_prefill_size = 7
     count = 60
-    finished: dict[int, list[int]] = {}
-    for result in small_pool.generate(input_ids=REQUESTS[:count], sampling_params=PARAMS[:count], stream=True):
-        finished[result["index"]] = result["output_ids"]
-        poison(small_pool)
+    with paused(small_pool):
+        results = small_pool.generate(input_ids=REQUESTS[:count], sampling_params=PARAMS[:count], stream=True)
+        with small_pool.hold() as core:
+            while core.outputs:
+                core.step()
+                poison(small_pool)
+    finished = {result["index"]: result["output_ids"] for result in results}
     small_pool.scheduler.chunked_prefill_size = 64
     assert [finished[index] for index in range(count)] == uncached[:count]
     assert bool(jnp.isnan(small_pool.runner.pool).any()), "nothing was poisoned"

@@ -36,13 +36,25 @@ def end(output: Output, reason: FinishReason | None) -> dict:
 
 
 def test_a_character_in_two_tokens_appears_when_it_is_whole() -> None:
-    output = Output(request(3), tokenizer())
+    output = Output(request(4), tokenizer())
     texts = []
     for token in (A, FIRST_HALF, SECOND_HALF):
-        reason = output.append(token)
+        assert output.append(token) is None
         texts.append(output.as_dict()["text"])
     assert texts == ["a", "a", "aé"]
-    assert end(output, reason)["text"] == "aé"
+    assert end(output, output.append(A))["text"] == "aéa"
+
+
+def test_the_token_that_ends_a_request_is_not_shown_before_the_end() -> None:
+    """Whoever reads between the two must not see the text of a stop token, which is then cut."""
+    output = Output(request(stop_token_ids=[B]), tokenizer())
+    output.request.stop_ids = frozenset({B})
+    assert output.append(A) is None
+    reason = output.append(B)
+    between = output.as_dict()
+    assert (between["text"], between["output_ids"], between["meta_info"]["finish_reason"]) == ("a", [A], None)
+    ended = end(output, reason)
+    assert (ended["text"], ended["output_ids"]) == ("a", [A, B])
 
 
 def test_half_a_character_at_the_end_comes_out_once() -> None:

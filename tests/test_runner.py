@@ -102,7 +102,7 @@ def test_nothing_is_compiled_after_the_warm_up(warm_engine: Engine) -> None:
 
 
 def test_a_strict_warm_up_compiles_every_feature_and_no_more_programs_than_the_runner_says(warm_engine: Engine) -> None:
-    shapes = warm_engine._buckets.shapes()
+    shapes = warm_engine._core.buckets.shapes()
     rows, tokens = {shape.rows for shape in shapes}, {shape.tokens for shape in shapes if shape.extend_tokens}
     plain = len(shapes) + 2 * len(rows) + 1
     features = len(rows) * (3 + 1 + len(LOGPROB_WIDTHS)) + 2 + len(tokens) + len(LOGPROB_WIDTHS)

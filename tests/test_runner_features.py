@@ -161,7 +161,7 @@ def test_hidden_states_of_each_token_come_if_a_row_asks(engine: Engine) -> None:
     shapes = []
     for plan, _, _, collected in steps(engine, requests):
         assert collected.hidden is not None
-        shape = step_shape(plan, engine._buckets)
+        shape = step_shape(plan, engine._core.buckets)
         assert collected.hidden.shape == (shape.tokens, engine.model_config.hidden_size)
         starts = first_tokens(plan, shape)
         hidden = [collected.hidden[at : at + row.num_tokens] for at, row in zip(starts, plan.rows, strict=True)]

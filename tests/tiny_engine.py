@@ -93,10 +93,20 @@ def start(path: Path, *, optimized: bool = False, **options: Any) -> Engine:
     return engine
 
 
+@contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    """Inside, the engine takes requests and does not step, unless by hand (`Engine.hold`)."""
+    engine.pause_generation("in_place")
+    try:
+        yield
+    finally:
+        engine.continue_generation()
+
+
 def use_one_bucket(engine: Engine) -> None:
     """Leave the largest of the bucket of each kind; nothing is compiled before it is used."""
-    largest = engine._buckets
-    engine._buckets = Buckets(
+    largest = engine._core.buckets
+    engine._core.buckets = Buckets(
         decode_rows=largest.decode_rows[-1:],
         mixed_decode_rows=largest.mixed_decode_rows[-1:],
         extend_tokens=largest.extend_tokens[-1:],
@@ -130,11 +140,11 @@ def prompts_with_shared_prefixes(count: int, vocab_size: int, seed: int) -> list
 
 def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
     """Logits `[vocab]` after a prompt, on top of what the cache holds of it, from the program that serves requests."""
-    requests, _ = engine._submission.requests(None, list(prompt_ids), greedy(1), None, None)
+    requests, _ = engine._submission.requests(None, list(prompt_ids), greedy(1))
     engine.scheduler.add(requests[0])
     runner, logits = engine.runner, None
     while (plan := engine.scheduler.plan(in_flight=False)) is not None:
-        shape = step_shape(plan, engine._buckets)
+        shape = step_shape(plan, engine._core.buckets)
         num_pages = engine.cache.num_total + 1  # of a layer, the null page included
         arrays = build_arrays(plan, shape, engine.scheduler.page_tables, engine.config.page_size, num_pages)
         copies = build_copies(plan, runner.max_copies)

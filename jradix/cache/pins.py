@@ -64,6 +64,10 @@ class Pins:
     def remove_oldest(self) -> None:
         self.remove(next(iter(self._pins)))
 
+    def remove_all(self) -> None:
+        while self._pins:
+            self.remove_oldest()
+
     def remove_expired(self, now: float) -> int:
         """End the pins whose time is up; returns how many."""
         expired = [name for name, pin in self._pins.items() if pin.expires_at is not None and pin.expires_at <= now]

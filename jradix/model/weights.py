@@ -1,4 +1,4 @@
-"""Fills a model with the tensors of a checkpoint, or with random ones, tensor by tensor."""
+"""Fills a model with the tensors of a checkpoint, or with random ones, tensor by tensor; and later with other ones."""
 
 import math
 import re
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
 
 from jradix.model.config import FAMILIES, ModelConfig
 from jradix.model.family import Part, Shape
@@ -66,14 +67,42 @@ def load_transformer(
     Raises:
         ValueError: tensors are missing, have wrong shapes or types, or are not part of such a model.
     """
-    _check_tensors(config, source, layer_loop)
-    parts_of = FAMILIES[config.architecture].parts
+    check_tensors(config, source, layer_loop)
+    return Transformer(config, _maker_of(config, source, dtype, device_put), layer_loop)
 
-    def fill(view: np.ndarray, name: str, layer: int | None) -> None:
-        for part in parts_of[name](view.shape):
-            _place(view, part, source.read(_full_name(part, layer), view.dtype))
 
-    return Transformer(config, _Maker(np.dtype(dtype), fill, device_put), layer_loop)
+def replace_parameters(
+    parameters: list[jax.Array],
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    dtype: npt.DTypeLike,
+    layer_loop: LayerLoop,
+    device_put: DevicePut | None = None,
+) -> None:
+    """Put the tensors of a checkpoint in the place of a model's parameters, one after another.
+
+    `parameters` is the flat list of such a model's state and is changed in place: what nobody else holds of the old
+    ones is freed as it goes, so that the device never holds more than one parameter twice.
+
+    Raises:
+        ValueError: as `load_transformer`; then nothing has changed. Any other error leaves some old and some new.
+    """
+    check_tensors(config, source, layer_loop)
+    make = _maker_of(config, source, dtype, device_put)
+    make_blank: Any = _Blank
+    blanks = jax.tree.leaves(nnx.state(Transformer(config, make_blank, layer_loop)))
+    assert len(blanks) == len(parameters), "these are not the parameters of such a model"
+    for place, blank in enumerate(blanks):
+        parameters[place] = make(blank.name, blank.param_shape, blank.layers)
+
+
+class _Blank(jax.ShapeDtypeStruct):
+    """Stands for a parameter in a model without any, and remembers which one it is."""
+
+    def __init__(self, name: str, shape: Shape, layers: range | None = None) -> None:
+        super().__init__(shape, np.float32)
+        self.name, self.param_shape, self.layers = name, shape, layers
 
 
 def random_transformer(
@@ -110,6 +139,18 @@ def abstract_transformer(config: ModelConfig, *, dtype: npt.DTypeLike, layer_loo
         return jax.ShapeDtypeStruct(stacked, dtype)
 
     return Transformer(config, shape_only, layer_loop)
+
+
+def _maker_of(
+    config: ModelConfig, source: TensorSource, dtype: npt.DTypeLike, device_put: DevicePut | None
+) -> "_Maker":
+    parts_of = FAMILIES[config.architecture].parts
+
+    def fill(view: np.ndarray, name: str, layer: int | None) -> None:
+        for part in parts_of[name](view.shape):
+            _place(view, part, source.read(_full_name(part, layer), view.dtype))
+
+    return _Maker(np.dtype(dtype), fill, device_put)
 
 
 class _Maker:
@@ -152,7 +193,7 @@ def _place(view: np.ndarray, part: Part, tensor: np.ndarray) -> None:
         place[...] = tensor[rows].reshape(place.shape)
 
 
-def _check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> None:
+def check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> None:
     """Raises `ValueError` unless the checkpoint has exactly the tensors that the model is made of."""
     expected = _expected_tensors(config, layer_loop)
     names = source.names()

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jradix.model.checkpoint import open_checkpoint
 from jradix.model.config import ModelConfig
 from jradix.model.transformer import LayerLoop
-from jradix.model.weights import load_transformer, random_transformer
+from jradix.model.weights import load_transformer, random_transformer, replace_parameters
 
 
 class Tensors:
@@ -135,3 +136,51 @@ def test_random_weights_keep_activations_in_range_and_repeat(tiny_path: Callable
     assert np.all(block.attention.qkv_bias[...] == 0)
     np.testing.assert_array_equal(block.mlp.down[...], model(0).blocks[0].mlp.down[...])
     assert np.any(block.mlp.down[...] != model(1).blocks[0].mlp.down[...])
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe_mixed", "phi3", "qwen2_mixed_window"])
+def test_replaced_parameters_are_those_of_a_fresh_model(
+    tiny_path: Callable[[str], Path], name: str, layer_loop: LayerLoop
+) -> None:
+    """In the order of the runner's flat list, whatever the grouping of layers."""
+    source = open_checkpoint(tiny_path(name))
+    config = ModelConfig.from_hf(source.config)
+    options: dict[str, Any] = {"dtype": np.float32, "layer_loop": layer_loop}
+    wanted = jax.tree.leaves(nnx.state(load_transformer(config, source, **options)))
+    parameters = [jnp.full_like(array, jnp.nan) for array in wanted]
+    replace_parameters(parameters, config, source, **options)
+    for got, want in zip(parameters, wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_while_parameters_are_replaced_no_more_than_one_is_there_twice(tiny_path: Callable[[str], Path]) -> None:
+    source = open_checkpoint(tiny_path("llama"))
+    config = ModelConfig.from_hf(source.config)
+    options: dict[str, Any] = {"dtype": np.float32, "layer_loop": "scan"}
+    parameters = jax.tree.leaves(nnx.state(load_transformer(config, source, **options)))
+    other_bytes = sum(array.nbytes for array in jax.live_arrays()) - sum(array.nbytes for array in parameters)
+    total, largest = sum(array.nbytes for array in parameters), max(array.nbytes for array in parameters)
+    seen: list[int] = []
+
+    def put(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
+        del name, stacked
+        array = jax.device_put(value)
+        seen.append(sum(array.nbytes for array in jax.live_arrays()) - other_bytes)
+        return array
+
+    replace_parameters(parameters, config, source, device_put=put, **options)
+    assert max(seen) <= total + largest
+
+
+def test_tensors_that_do_not_fit_replace_nothing(tiny_path: Callable[[str], Path]) -> None:
+    source = Tensors.like(tiny_path("llama"))
+    config = ModelConfig.from_hf(source.config)
+    parameters = jax.tree.leaves(nnx.state(load(source)))
+    before = list(parameters)
+    source.shapes["model.norm.weight"] = (65,)
+    source.reads.clear()
+    with pytest.raises(ValueError, match="wrong shape"):
+        replace_parameters(parameters, config, source, dtype=np.float32, layer_loop="unroll")
+    assert source.reads == []
+    assert all(now is then for now, then in zip(parameters, before, strict=True))

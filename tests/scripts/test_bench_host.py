@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import jradix.engine
+import jradix.core
 from jradix import batch
 
 
@@ -30,4 +30,4 @@ def test_the_command_line_prints_each_part_and_their_sum(
         assert all(0 < part["lowest"] <= part["median"] for part in parts.values())
         host = parts.pop("host")
         assert host["mean"] == pytest.approx(sum(part["mean"] for part in parts.values()))
-    assert jradix.engine.build_arrays is batch.build_arrays
+    assert jradix.core.build_arrays is batch.build_arrays

@@ -1,0 +1,271 @@
+"""The engine's loop: plan a step, launch it, collect the one before, end what is complete or overdue."""
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+
+from jradix.batch import build_arrays, build_copies, row_indices, step_shape
+from jradix.cache.prefix_cache import PrefixCache
+from jradix.config import EngineConfig, StepShape
+from jradix.output import Output
+from jradix.request import FinishReason, Request, RequestState
+from jradix.runner import LaunchedStep
+from jradix.sampling_batch import build_sampling_inputs
+from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
+from jradix.startup import Parts
+
+PauseMode = Literal["retract", "in_place", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    shape: StepShape
+    launched: LaunchedStep
+
+
+class Core:
+    """Requests on their way through the scheduler and over the device, one step ahead of the host.
+
+    While the device computes a step, the host plans and launches the next. Everything here belongs to one thread at a
+    time: see `Loop`, which owns it.
+
+    Attributes:
+        paused: no step is launched; calls and deadlines go on.
+        weight_version: counts updates of the weights.
+    """
+
+    def __init__(self, config: EngineConfig, parts: Parts) -> None:
+        self.config, self.runner, self.buckets, self.layout = config, parts.runner, parts.buckets, parts.layout
+        self._context_length = parts.context_length
+        self.paused = False
+        self.weight_version = 0
+        self.outputs: dict[str, Output] = {}  # of live requests
+        self._in_flight: deque[_InFlight] = deque()
+        self._deadlines: list[tuple[float, str, Output]] = []  # a heap; requests that have ended stay until theirs
+        self._start_afresh()
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a turn would do anything."""
+        return not self.paused and bool(self.outputs or self._in_flight)
+
+    def seconds_to_deadline(self) -> float | None:
+        """How long nothing may be done at most; None if no request has a deadline."""
+        while self._deadlines and self._deadlines[0][2].finished:
+            heapq.heappop(self._deadlines)
+        return max(0.0, self._deadlines[0][0] - time.perf_counter()) if self._deadlines else None
+
+    def submit(self, outputs: Sequence[Output]) -> None:
+        """Queue requests, all of them or none.
+
+        Raises:
+            ValueError: an id is taken by a live request, or a request could never run in this pool.
+            QueueFullError: there are more than `max_queued_requests` waiting.
+        """
+        for output in outputs:
+            if output.request.id in self.outputs:
+                raise ValueError(
+                    f"rid {output.request.id!r} belongs to a request that is still running: choose another"
+                )
+            self.scheduler.validate(output.request)
+        for output in outputs:
+            request = output.request
+            self.outputs[request.id] = output
+            self.scheduler.add(request)
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.id, output))
+            if request.max_new_tokens == 0:
+                self._finish(request, FinishReason("length", length=0))
+
+    def abort(self, rid: str) -> bool:
+        """End the live requests of this id, or of this group; False if there are none."""
+        outputs = [self.outputs[rid]] if rid in self.outputs else []
+        outputs = outputs or [output for output in self.outputs.values() if output.request.group == rid]
+        for output in outputs:
+            self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
+        return bool(outputs)
+
+    def abandon(self, outputs: Sequence[Output]) -> None:
+        """Abort those of the outputs that are still alive: nobody waits for them any more."""
+        for output in outputs:
+            if self.outputs.get(output.request.id) is output:  # its id may belong to another one by now
+                self._finish(output.request, FinishReason("abort", message="abandoned by the caller"))
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop stepping until `resume`, with all results collected. "retract": running requests give up their pages;
+        "in_place": they keep them; "abort": they end, and so do those that wait."""
+        self._collect_all()
+        if mode == "abort":
+            self.abandon(list(self.outputs.values()))
+        elif mode == "retract":
+            self.scheduler.retract_all()
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def update_weights(self, replace: Callable[[list[jax.Array]], None]) -> int:
+        """Let `replace` change the parameters in place, and forget the KV of the old ones, pinned or not.
+
+        Running requests go back to the queue: the KV of what they have produced is computed again. Returns the new
+        version. If `replace` fails, the weights are of both kinds: then the loop stays paused until an update succeeds.
+        """
+        self._collect_all()
+        self.scheduler.retract_all()
+        self.cache.pins.remove_all()
+        self.cache.flush()
+        assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
+        was_paused, self.paused = self.paused, True
+        replace(self.runner.parameters)
+        self.paused = was_paused
+        self.weight_version += 1
+        return self.weight_version
+
+    def turn(self) -> None:
+        """What the loop does when nobody calls: end overdue requests, and step unless paused."""
+        self._expire()
+        if self.can_step:
+            self.step()
+
+    def step(self) -> None:
+        """Launch the next step if there is one, then collect the one before it.
+
+        If the device fails, every live request ends with finish reason "abort" and the error, and the cache starts
+        afresh.
+        """
+        try:
+            plan = self._plan()
+            if plan is not None:
+                self._launch(plan)
+            if self._in_flight and (plan is None or len(self._in_flight) > 1):
+                self._collect()
+        except BaseException as error:
+            self._recover(error)
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no running request holds; returns the number of pages freed."""
+        return self.cache.flush()
+
+    def cache_report(self) -> dict[str, Any]:
+        """Counters since the start and the pages by state, see `Engine.cache_report`."""
+        cache, total = self.cache, self.cache.statistics.total
+        return {
+            **asdict(total),
+            "hit_rate": total.hit_tokens / total.asked_tokens if total.asked_tokens else 0.0,
+            "window_hit_rate": cache.statistics.window_hit_rate,
+            "page_size": cache.page_size,
+            "num_pages": cache.num_total,
+            "free_pages": cache.num_free,
+            "evictable_pages": cache.num_evictable,
+            "protected_pages": cache.num_protected,
+            "private_pages": cache.num_private,
+            "pinned_pages": cache.pins.num_pages,
+        }
+
+    def info(self) -> dict[str, Any]:
+        """What runs now, see `Engine.get_server_info`."""
+        return {
+            "paused": self.paused,
+            "weight_version": self.weight_version,
+            "num_running_requests": len(self.scheduler.running),
+            "num_waiting_requests": len(self.scheduler.waiting),
+            "num_retractions": self.scheduler.num_retractions,
+            "num_compiled_programs": self.runner.num_compiled,
+            "cache": self.cache_report(),
+        }
+
+    def check_idle(self) -> None:
+        """Raise unless nothing runs and every page is free or evictable: what must hold between requests."""
+        self._collect_all()
+        self.cache.check()
+        unaccounted = self.cache.num_total - self.cache.num_free - self.cache.num_evictable
+        assert not self.outputs, f"requests are still alive: {list(self.outputs)}"
+        assert not self.scheduler.has_work, "the scheduler still holds requests that have ended"
+        assert not unaccounted, f"{unaccounted} pages are neither free nor evictable"
+
+    def close(self) -> None:
+        """Abort every live request and give the device's memory back."""
+        self.abandon(list(self.outputs.values()))
+        self._in_flight.clear()
+        self.runner.close()
+
+    def _plan(self) -> StepPlan | None:
+        try:
+            return self.scheduler.plan(in_flight=bool(self._in_flight))
+        except ResultsNeededError:
+            self._collect_all()
+            return self.scheduler.plan(in_flight=False)
+
+    def _launch(self, plan: StepPlan) -> None:
+        shape = step_shape(plan, self.buckets)
+        arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self.layout.num_pages)
+        copies = build_copies(plan, self.runner.max_copies)
+        forward = self.runner.launch_forward(shape, arrays, copies)
+        inputs = build_sampling_inputs(plan, shape, self.runner.max_prompt_logprobs)
+        self._in_flight.append(_InFlight(plan, shape, self.runner.launch_sampling(forward, inputs)))
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take the oldest step's tokens and end the requests that they complete."""
+        step = self._in_flight.popleft()
+        tokens = self.runner.collect(step.launched).tokens.tolist()
+        now = time.perf_counter()
+        for index, row in zip(row_indices(step.plan, step.shape), step.plan.rows, strict=True):
+            request = row.request
+            if not row.samples or request.state is RequestState.FINISHED:
+                continue  # it ended while this step was in flight: the token is one too many
+            if request.first_token_time is None:
+                request.first_token_time = now
+            reason = self.outputs[request.id].append(tokens[index])
+            if reason is not None:
+                self._finish(request, reason)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        self.outputs.pop(request.id).finish(weight_version=self.weight_version)
+
+    def _expire(self) -> None:
+        """End the requests whose time is up, running or waiting."""
+        while self.seconds_to_deadline() == 0:
+            _, _, output = heapq.heappop(self._deadlines)
+            request = output.request
+            seconds = time.perf_counter() - request.arrival_time
+            self._finish(request, FinishReason("abort", message=f"timed out after {seconds:.3g} s"))
+
+    def _recover(self, error: BaseException) -> None:
+        """After a failed step trust nothing, on the device or in the books: start afresh and leave nobody waiting."""
+        outputs = list(self.outputs.values())
+        self.outputs.clear()
+        self._in_flight.clear()
+        for output in outputs:
+            output.request.finish_reason = FinishReason("abort", message=f"the step failed: {error!r}")
+            output.request.change_state(RequestState.FINISHED)
+            output.finish(error)
+        self._start_afresh()
+        self.runner.reset()
+
+    def _start_afresh(self) -> None:
+        """An empty cache, and a scheduler without requests."""
+        self.cache = PrefixCache(
+            self.layout.num_pages - 1,
+            self.config.page_size,
+            eviction_policy=self.config.radix_eviction_policy,
+            enabled=not self.config.disable_radix_cache,
+            min_copied_tokens=self.config.min_copied_tokens,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_running_requests=self.config.max_running_requests,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            max_extend_rows=self.buckets.extend_rows[-1],
+            context_length=self._context_length,
+        )

@@ -1,0 +1,110 @@
+"""The thread that owns the core: who may call it, how it ends, and that nothing is lost when it does."""
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+from jradix import Engine
+from jradix.delivery import StepFailedError
+from jradix.loop import ShutDownError
+from tests.tiny_engine import greedy, paused, start
+
+PROMPT = [5, 6, 7, 8]
+
+
+def loop_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "jradix"]
+
+
+def test_calls_run_one_after_another_on_the_one_thread(tiny_engine: Engine) -> None:
+    loop = tiny_engine._loop
+    seen: list[tuple[int, str]] = []
+    futures = [
+        loop.send(lambda number=number: seen.append((number, threading.current_thread().name))) for number in range(50)
+    ]
+    for future in futures:
+        future.result()
+    assert seen == [(number, "jradix") for number in range(50)]
+
+
+def test_an_exception_goes_to_the_caller_and_the_loop_goes_on(tiny_engine: Engine) -> None:
+    with pytest.raises(KeyError):
+        tiny_engine._loop.call(lambda: {}["missing"])
+    assert tiny_engine._loop.call(lambda: 7) == 7
+
+
+def test_a_call_that_was_cancelled_before_its_turn_is_not_made(tiny_engine: Engine) -> None:
+    made: list[int] = []
+    with tiny_engine.hold():
+        future = tiny_engine._loop.send(lambda: made.append(1))
+        assert future.cancel()
+    tiny_engine.check_idle()
+    assert made == []
+
+
+def test_who_holds_the_core_is_alone_with_it(tiny_engine: Engine) -> None:
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPT, sampling_params=greedy(3), stream=True)
+        with tiny_engine.hold() as core:
+            assert [output.request.prompt_len for output in core.outputs.values()] == [4]
+            while core.outputs:
+                core.step()
+    assert len(list(stream)[-1]["output_ids"]) == 3
+
+
+@pytest.fixture
+def own_engine(tiny_text_path: Path) -> Engine:
+    """One that the test may end."""
+    return start(tiny_text_path)
+
+
+def test_shutting_down_aborts_what_is_alive_and_frees_the_device(own_engine: Engine) -> None:
+    pool = own_engine.runner.pool
+    own_engine.pause_generation("in_place")
+    stream = own_engine.generate(input_ids=PROMPT, sampling_params=greedy(30), stream=True)
+    before = len(loop_threads())
+    with own_engine:
+        pass
+    assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(loop_threads()) == before - 1
+    pool_gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert pool_gone() is None, "somebody still holds the KV pool"
+    for use in (own_engine.flush_cache, lambda: own_engine.generate(input_ids=PROMPT)):
+        with pytest.raises(ShutDownError, match="shut down"):
+            use()
+    own_engine.shutdown()
+
+
+def test_an_engine_that_nobody_holds_ends_its_thread(tiny_text_path: Path) -> None:
+    before = len(loop_threads())
+    engine = start(tiny_text_path)
+    assert len(loop_threads()) == before + 1
+    del engine
+    gc.collect()
+    assert len(loop_threads()) == before
+
+
+def test_a_loop_that_breaks_down_leaves_nobody_waiting(
+    own_engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recovery itself fails: the device has no room for another pool, say."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    own_engine.pause_generation("in_place")
+    stream = own_engine.generate(input_ids=PROMPT, sampling_params=greedy(30), stream=True)
+    monkeypatch.setattr(own_engine.runner, "collect", fail)
+    monkeypatch.setattr(own_engine.runner, "reset", fail)
+    own_engine.continue_generation()
+    with pytest.raises(StepFailedError, match="no room"):
+        list(stream)
+    assert own_engine._loop._over.wait(60)
+    with pytest.raises(ShutDownError):
+        own_engine.flush_cache()
+    assert "broken down" in caplog.text

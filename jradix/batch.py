@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -11,13 +12,8 @@ import numpy.typing as npt
 from jradix.config import Buckets, StepShape
 from jradix.model.attention import AttentionInputs
 from jradix.pallas.ops import XLA, Kernels
-from jradix.sampling import GREEDY_BELOW, SamplingArrays
-from jradix.scheduler import PlannedRow, StepPlan
-
-INT32_MAX = 2**31 - 1
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-MAX_SUPPRESSED_IDS = 16
-"""The most ids that `min_new_tokens` can keep from being sampled: EOS and stop ids of one request."""
+from jradix.request import Request
+from jradix.scheduler import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +72,12 @@ def row_indices(plan: StepPlan, shape: StepShape) -> list[int]:
     return [*range(len(plan.decode)), *range(shape.decode_rows, shape.decode_rows + len(plan.extend))]
 
 
+def first_tokens(plan: StepPlan, shape: StepShape) -> list[int]:
+    """Where the first token of each of `plan.rows` lies among the step's padded tokens."""
+    lengths = [row.num_tokens for row in plan.extend]
+    return [*range(len(plan.decode)), *accumulate(lengths[:-1], initial=shape.decode_rows)][: len(plan.rows)]
+
+
 def build_arrays(
     plan: StepPlan,
     shape: StepShape,
@@ -95,7 +97,7 @@ def build_arrays(
     if count:
         slots = np.array([row.request.slot for row in plan.decode], np.int32)
         at = np.array([row.start for row in plan.decode], np.int32)
-        step.token_ids[:count] = [_input_token(row) for row in plan.decode]
+        step.token_ids[:count] = [known_token(row.request, row.start) for row in plan.decode]
         attention.positions[:count] = at
         attention.page_table[:count] = page_tables[slots, : shape.max_pages]
         attention.write_pages[:count] = page_tables[slots, at // page_size]
@@ -132,68 +134,9 @@ def build_copies(plan: StepPlan, max_copies: int) -> npt.NDArray[np.int32] | Non
     return copies
 
 
-def build_sampling(plan: StepPlan, shape: StepShape) -> npt.NDArray[np.int32] | None:
-    """Sampling parameters of each row, for `unpack_sampling`, or None when every sampling row is plainly greedy.
-
-    Rows are positioned at the token being sampled, so a request's random numbers depend on nothing but its seed.
-    """
-    rows = [(index, row) for index, row in zip(row_indices(plan, shape), plan.rows, strict=True) if row.samples]
-    if all(_plainly_greedy(row) for _, row in rows):
-        return None
-    packed = np.zeros((packed_sampling_rows(), shape.rows), np.int32)
-    arrays: Any = unpack_sampling(packed)  # views again
-    arrays.top_p[:] = 1
-    arrays.suppress_ids[:] = -1
-    for index, row in rows:
-        params = row.request.params
-        arrays.temperature[index] = min(params.temperature, FLOAT32_MAX)
-        arrays.top_k[index] = min(params.top_k, INT32_MAX)
-        arrays.top_p[index] = params.top_p
-        arrays.min_p[index] = params.min_p
-        arrays.seed[index] = row.request.seed
-        arrays.position[index] = row.start + row.num_tokens
-        if _below_minimum(row):
-            ids = sorted(row.request.stop_ids)
-            arrays.suppress_ids[index, : len(ids)] = ids
-    return packed
-
-
-def packed_sampling_rows() -> int:
-    """Rows of the matrix that holds the sampling parameters, a column for each row of the step."""
-    return 6 + MAX_SUPPRESSED_IDS
-
-
-def unpack_sampling(packed: Any) -> SamplingArrays:
-    """The parameters in `packed`, int32 `[packed_sampling_rows(), rows]`, of the host or of the device."""
-
-    def typed(index: int, dtype: Any) -> Any:
-        column = packed[index]
-        return column.view(dtype) if isinstance(column, np.ndarray) else jax.lax.bitcast_convert_type(column, dtype)
-
-    return SamplingArrays(
-        temperature=typed(0, np.float32),
-        top_k=packed[1],
-        top_p=typed(2, np.float32),
-        min_p=typed(3, np.float32),
-        seed=typed(4, np.uint32),
-        position=packed[5],
-        suppress_ids=packed[6:].T,
-    )
-
-
-def _input_token(row: PlannedRow) -> int:
-    """The token a decode row starts from: its id where the host knows it, else a reference to the device's copy."""
-    request, index = row.request, row.start - row.request.prompt_len
+def known_token(request: Request, position: int) -> int:
+    """The token at a position of a request, or `-1 - slot` where only the device has it, as the slot's last sampled."""
+    index = position - request.prompt_len
     if index < 0:
         return int(request.prompt_ids[index])
     return request.output_ids[index] if index < len(request.output_ids) else -1 - request.slot
-
-
-def _plainly_greedy(row: PlannedRow) -> bool:
-    return row.request.params.temperature < GREEDY_BELOW and not _below_minimum(row)
-
-
-def _below_minimum(row: PlannedRow) -> bool:
-    """Whether the token this row samples comes before `min_new_tokens`."""
-    sampled_before = row.start + row.num_tokens - row.request.prompt_len
-    return sampled_before < row.request.params.min_new_tokens

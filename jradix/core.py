@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import jax
 
-from jradix.batch import build_arrays, build_copies, build_sampling, row_indices, step_shape
+from jradix.batch import build_arrays, build_copies, row_indices, step_shape
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.config import EngineConfig, StepShape
 from jradix.output import Output
 from jradix.request import FinishReason, Request, RequestState
 from jradix.runner import LaunchedStep
+from jradix.sampling_batch import build_sampling_inputs
 from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
 from jradix.startup import Parts
 
@@ -217,8 +218,9 @@ class Core:
         shape = step_shape(plan, self.buckets)
         arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self.layout.num_pages)
         copies = build_copies(plan, self.runner.max_copies)
-        launched = self.runner.launch(shape, arrays, build_sampling(plan, shape), copies)
-        self._in_flight.append(_InFlight(plan, shape, launched))
+        forward = self.runner.launch_forward(shape, arrays, copies)
+        inputs = build_sampling_inputs(plan, shape, self.runner.max_prompt_logprobs)
+        self._in_flight.append(_InFlight(plan, shape, self.runner.launch_sampling(forward, inputs)))
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -227,7 +229,7 @@ class Core:
     def _collect(self) -> None:
         """Take the oldest step's tokens and end the requests that they complete."""
         step = self._in_flight.popleft()
-        tokens = self.runner.collect(step.launched).tolist()
+        tokens = self.runner.collect(step.launched).tokens.tolist()
         now = time.perf_counter()
         for index, row in zip(row_indices(step.plan, step.shape), step.plan.rows, strict=True):
             request = row.request

@@ -69,10 +69,9 @@ class Request:
         preemptions_left: how often it may still be retracted to let one of higher priority run.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
-        return_logprob, top_logprobs_num, token_ids_logprob: log-probabilities to report of each sampled token.
-        logprob_start: the first prompt position to report them of; -1 for none.
-        logprobs: what is known of those.
-        return_hidden_states: report the hidden states of the tokens that are computed.
+        logprobs: the log-probabilities to report of prompt and output, as far as they are known; None for none.
+        return_hidden_states: report the last layer's output for every token that is computed.
+        num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
         group: the id under which the caller knows this request and its siblings, if it is one of several samples.
         arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
     """
@@ -87,10 +86,6 @@ class Request:
     constraint: Constraint | None = None
     priority: int = 0
     routing_key: str | None = None
-    return_logprob: bool = False
-    logprob_start: int = -1
-    top_logprobs_num: int = 0
-    token_ids_logprob: tuple[int, ...] = ()
     logprobs: TokenLogprobs | None = None
     return_hidden_states: bool = False
     group: str | None = None
@@ -103,6 +98,7 @@ class Request:
     num_retractions: int = 0
     arrival: int = -1
     preemptions_left: int = MAX_PREEMPTIONS
+    num_counted: int = 0
     slot: int = -1
     num_pages: int = 0
     lock: Lock | None = None
@@ -134,3 +130,5 @@ class Request:
     def change_state(self, state: RequestState) -> None:
         assert state in LEGAL_CHANGES[self.state], f"{self.id}: {self.state.value} cannot become {state.value}"
         self.state = state
+        if state is RequestState.RUNNING:
+            self.num_counted = len(self.output_ids)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +13,65 @@ import numpy.typing as npt
 from flax import nnx
 
 from jradix import mesh
-from jradix.batch import StepArrays, packed_len, packed_sampling_rows, unpack_sampling
+from jradix.batch import StepArrays, packed_len
 from jradix.cache.pool import allocate_pool, copy_pages
 from jradix.config import Buckets, StepShape
+from jradix.logit_processor import (
+    MAX_PROCESSORS,
+    LogitProcessor,
+    apply_processor,
+    check_processor,
+    packed_processor_rows,
+)
+from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
+from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs, logprobs, prompt_logprobs
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
+from jradix.programs import Programs
 from jradix.sampling import sample
+from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows, unpack_sampling
+from jradix.sampling_params import MAX_BIASES
 
 
-class UnplannedCompilationError(RuntimeError):
-    """A step needed a program that the warm-up had not compiled, in an engine told to be strict about that."""
+@dataclass(frozen=True, slots=True)
+class LaunchedForward:
+    """A forward pass on its way: f32 logits `[rows, vocab]`, hidden states `[tokens, hidden]`, slots int32 `[rows]`."""
+
+    shape: StepShape
+    logits: jax.Array
+    hidden: jax.Array
+    slots: jax.Array
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step on its way; `tokens` int32 `[rows]` is being copied to the host."""
+    """A step on its way to the host.
+
+    Attributes:
+        tokens: int32 `[rows]`.
+        logprobs: of the sampled tokens, as `Logprobs.packed` gives them, if a row asked for them.
+        prompt_logprobs: of prompt tokens, likewise.
+        hidden: `[tokens, hidden]`, if a row asked for it.
+    """
 
     tokens: jax.Array
+    logprobs: jax.Array | None = None
+    prompt_logprobs: jax.Array | None = None
+    hidden: jax.Array | None = None
+
+
+class Collected(NamedTuple):
+    """A step's results on the host, see `LaunchedStep`."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+    hidden: npt.NDArray[Any] | None
 
 
 class Runner:
-    """Owns the parameters, the KV pool and the vector of next tokens, and the compiled programs over them.
+    """Owns the parameters, the KV pool, the vector of next tokens, penalty counts, and the compiled programs over them.
 
     A step is two launches: the forward pass, one program for each `StepShape`, and the sampler, one for each number of
     rows and kind (greedy or not). So the two multiply nothing: shapes x samplers would be several times as many
@@ -42,9 +79,16 @@ class Runner:
     `next_tokens[slot]`, `[max_slots + 1]` int32, and the next forward pass reads them there, so the host may launch a
     step before it has seen the last one's tokens.
 
+    What only some requests ask for is launched between the two, or after them, where a row of the step asks. Each
+    feature is a program of its own for each number of rows, compiled when it is first needed. If the buckets have R
+    numbers of rows, and T of tokens among those with prompt tokens, that is at most R * (3 + processors + widths) + 2 +
+    T + widths more: penalties, biases, mask, each processor and log-probabilities for each of LOGPROB_WIDTHS; counts
+    made and set; hidden states of prompt tokens picked out, and their log-probabilities for each width.
+
     Attributes:
         parameters: the model's, as a flat list.
-        compiler_options: XLA's, for programs still to be compiled.
+        programs: all that is compiled.
+        max_prompt_logprobs: entries for prompt tokens in `PromptLogprobInputs`: all of a step's.
     """
 
     def __init__(
@@ -59,20 +103,27 @@ class Runner:
         strict: bool = False,
     ) -> None:
         self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels)
+        self._copy_pages = jit_copies(layout.num_pages)
         self._sample = jax.jit(_sample_and_store, donate_argnums=1)
-        self.compiler_options = mesh.compiler_options()
+        self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
+        self._no_counts = jax.jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32))
+        self._set_counts = jax.jit(set_counts, donate_argnums=0)
+        self._penalize = jax.jit(penalize, donate_argnums=1)
+        self._add_bias, self._apply_mask = jax.jit(add_bias), jax.jit(apply_mask)
+        self._processors: dict[LogitProcessor, jax.stages.Wrapped] = {}
+        self._logprobs, self._pick = jax.jit(_packed_logprobs), jax.jit(_pick)
+        block = min(PROMPT_BLOCK, buckets.extend_tokens[-1])
+        self.max_prompt_logprobs = -(-buckets.extend_tokens[-1] // block) * block
+        self._prompt_logprobs = jit_prompt_logprobs(model, block)
+        self.programs = Programs(mesh.compiler_options())
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
-        self._strict, self._warm = strict, False
-        self._forwards: dict[StepShape, jax.stages.Compiled] = {}
-        self._samplers: dict[tuple[int, bool], jax.stages.Compiled] = {}
-        self._copier: jax.stages.Compiled | None = None
-        self._vocab_size = model.config.vocab_size
+        self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
         self.reset()
 
     @property
     def num_compiled(self) -> int:
         """Programs compiled so far."""
-        return len(self._forwards) + len(self._samplers) + (self._copier is not None)
+        return len(self.programs.compiled)
 
     @property
     def max_copies(self) -> int:
@@ -84,95 +135,191 @@ class Runner:
         return self._pool
 
     def reset(self) -> None:
-        """A pool of zeros: at the start, and after a step that failed with the pool in its hands."""
+        """A pool of zeros and no counts: at the start, and after a step that failed with them in its hands."""
         self._pool = allocate_pool(self._layout, self._dtype)
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32)
+        self._counts: jax.Array | None = None
 
     def close(self) -> None:
-        """Give the parameters and the pool back; nothing can be launched any more."""
-        del self.parameters, self._pool, self._next_tokens
+        """Give the parameters, the pool and the counts back; nothing can be launched any more."""
+        del self.parameters, self._pool, self._next_tokens, self._counts
 
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
         assert (pool.shape, pool.dtype) == (self._pool.shape, self._pool.dtype)
         self._pool = pool
 
-    def launch(
-        self,
-        shape: StepShape,
-        arrays: npt.NDArray[np.int32],
-        sampling: npt.NDArray[np.int32] | None,
-        copies: npt.NDArray[np.int32] | None = None,
-    ) -> LaunchedStep:
-        """Dispatch a step and return at once.
+    def register_processor(self, processor: LogitProcessor) -> None:
+        """Admit a logit processor; it may come again.
+
+        Raises:
+            ValueError: it is not hashable, jax cannot trace it to logits, the engine has MAX_PROCESSORS others, or it
+                comes after the warm-up of a strict runner, which compiles those it knows by then.
+        """
+        try:
+            known = processor in self._processors
+        except TypeError as error:
+            raise ValueError(f"custom_logit_processor must be hashable, got {processor!r}") from error
+        if known:
+            return
+        if len(self._processors) == MAX_PROCESSORS:
+            raise ValueError(
+                f"an engine compiles at most {MAX_PROCESSORS} different functions for custom_logit_processor, and has "
+                "them: pass one of them again, and what differs between requests as custom_params"
+            )
+        if self.programs.sealed:
+            raise ValueError(
+                f"custom_logit_processor {processor!r} came after the warm-up, and with strict_compile nothing is "
+                "compiled then: give it to runner.register_processor first"
+            )
+        check_processor(processor, self._vocab_size)
+        self._processors[processor] = jax.jit(partial(apply_processor, processor=processor))
+
+    def launch_forward(
+        self, shape: StepShape, arrays: npt.NDArray[np.int32], copies: npt.NDArray[np.int32] | None = None
+    ) -> LaunchedForward:
+        """Dispatch a forward pass and return at once.
 
         Args:
             shape: the bucket.
             arrays: what it computes, of `build_arrays`.
-            sampling: of `build_sampling`; None if every row that samples is greedy.
             copies: pages to copy first, `[2, max_copies]`, see there.
         """
-        forward = self._compiled_forward(shape)
-        sampler = self._compiled_sampler(shape.rows, greedy=sampling is None)
+        forward = self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape=shape)
         if copies is not None:
             self.copy_pages(copies)
-        logits, slots, self._pool = forward(self.parameters, self._pool, self._next_tokens, arrays)
-        tokens, self._next_tokens = sampler(logits, self._next_tokens, slots, sampling)
-        tokens.copy_to_host_async()
-        return LaunchedStep(tokens)
+        logits, hidden, slots, self._pool = forward(*self._state(), arrays)
+        return LaunchedForward(shape, logits, hidden, slots)
+
+    def launch_sampling(self, forward: LaunchedForward, inputs: SamplingInputs) -> LaunchedStep:
+        """Dispatch the sampling of the last forward pass and all that is asked about it, and return at once."""
+        name = ("sampler", forward.shape.rows, inputs.sampling is None)
+        args = (self._adjusted(forward, inputs), self._next_tokens, forward.slots, inputs.sampling)
+        tokens, self._next_tokens = self.programs.launch(name, self._sample, *args)
+        step = LaunchedStep(
+            tokens,
+            self._sampled_logprobs(forward, tokens, inputs),
+            self._prompt_token_logprobs(forward, inputs),
+            forward.hidden if inputs.hidden_states else None,
+        )
+        for result in (step.tokens, step.logprobs, step.prompt_logprobs, step.hidden):
+            if result is not None:
+                result.copy_to_host_async()
+        return step
+
+    def set_counts(self, tokens: CountedTokens) -> None:
+        """Set what penalties know of a slot: the tokens that the host has seen."""
+        if self._counts is None:
+            self._counts = self.programs.launch(("no counts",), self._no_counts)
+        counts = token_counts(tokens.prompt_ids, tokens.output_ids, self._vocab_size)
+        args = (self._counts, np.int32(tokens.slot), counts)
+        self._counts = self.programs.launch(("set counts",), self._set_counts, *args)
 
     def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
         """Copy pages in all layers, `[2, max_copies]`, see `pool.copy_pages`."""
-        self._pool = self._compiled_copier()(self._pool, copies)
+        self._pool = self.programs.launch(("copy of pages",), self._copy_pages, self._pool, copies)
 
-    def collect(self, step: LaunchedStep) -> npt.NDArray[np.int32]:
-        """The step's tokens `[rows]`, waiting for them if need be."""
-        return np.asarray(step.tokens)
+    def collect(self, step: LaunchedStep) -> Collected:
+        """The step's results, waiting for them if need be."""
+        return Collected(
+            np.asarray(step.tokens),
+            None if step.logprobs is None else Logprobs.unpack(np.asarray(step.logprobs)),
+            None if step.prompt_logprobs is None else Logprobs.unpack(np.asarray(step.prompt_logprobs)),
+            None if step.hidden is None else np.asarray(step.hidden),
+        )
 
     def warm_up(self, progress: Callable[[Iterable[StepShape]], Iterable[StepShape]] = iter) -> float:
-        """Compile every bucket; returns the seconds it took. Afterwards a strict runner compiles nothing more."""
+        """Compile every bucket; returns the seconds it took.
+
+        A strict runner compiles all features too, and nothing more afterwards.
+        """
         started = time.perf_counter()
         for shape in progress(self._buckets.shapes()):
-            self._compiled_forward(shape)
-            for greedy in (True, False):
-                self._compiled_sampler(shape.rows, greedy=greedy)
-        self._compiled_copier()
-        self._warm = True
+            self.compiled_forward(shape)
+        for rows in self._row_counts():
+            for sampling in (None, _int32(packed_sampling_rows(), rows)):
+                args = (self._logits(rows), self._next_tokens, _int32(rows), sampling)
+                self.programs.compile(("sampler", rows, sampling is None), self._sample, *args)
+        self.programs.compile(("copy of pages",), self._copy_pages, self._pool, _int32(2, self.max_copies))
+        if self._strict:
+            self._compile_features()
+            self.programs.sealed = True
         return time.perf_counter() - started
 
     def compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
-        """The program of one bucket, for looking at its memory and text."""
-        return self._compiled_forward(shape)
+        """The program of one bucket."""
+        arrays = _int32(packed_len(shape))
+        return self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape=shape)
 
-    def _compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
-        if shape not in self._forwards:
-            self._refuse_if_strict(shape)
-            arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
-            lowered = self._forward.lower(self.parameters, self._pool, self._next_tokens, arrays, shape=shape)
-            self._forwards[shape] = lowered.compile(self.compiler_options)
-        return self._forwards[shape]
+    def _compile_features(self) -> None:
+        """Whatever a request may ask for: the names and shapes that the methods below launch."""
+        compiled, counts = self.programs.compile, self._counts_shape
+        compiled(("no counts",), self._no_counts)
+        compiled(("set counts",), self._set_counts, counts, _int32(), _int32(self._vocab_size))
+        for rows in self._row_counts():
+            logits = self._logits(rows)
+            words = jax.ShapeDtypeStruct((rows, mask_words(self._vocab_size)), jnp.uint32)
+            compiled(("penalties", rows), self._penalize, logits, counts, self._next_tokens, _int32(5, rows))
+            compiled(("biases", rows), self._add_bias, logits, _int32(2, rows, MAX_BIASES))
+            compiled(("mask", rows), self._apply_mask, logits, words)
+            for processor, jitted in self._processors.items():
+                packed = _int32(packed_processor_rows(), rows)
+                compiled(("processor", processor, rows), jitted, logits, self._next_tokens, packed)
+            for width in LOGPROB_WIDTHS:
+                compiled(("logprobs", rows, width), self._logprobs, logits, _int32(rows), _int32(rows, width))
+        size = self.max_prompt_logprobs
+        for tokens in sorted({shape.tokens for shape in self._buckets.shapes() if shape.extend_tokens}):
+            compiled(("prompt tokens", tokens), self._pick, self._hidden(tokens), _int32(2, size))
+        for width in LOGPROB_WIDTHS:
+            args = (self.parameters, self._hidden(size), _int32(2, size), _int32(size, width))
+            compiled(("prompt logprobs", width), self._prompt_logprobs, *args)
 
-    def _compiled_sampler(self, rows: int, *, greedy: bool) -> jax.stages.Compiled:
-        if (rows, greedy) not in self._samplers:
-            self._refuse_if_strict((rows, greedy))
-            logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
-            slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
-            sampling = None if greedy else jax.ShapeDtypeStruct((packed_sampling_rows(), rows), jnp.int32)
-            lowered = self._sample.lower(logits, self._next_tokens, slots, sampling)
-            self._samplers[rows, greedy] = lowered.compile(self.compiler_options)
-        return self._samplers[rows, greedy]
+    def _adjusted(self, forward: LaunchedForward, inputs: SamplingInputs) -> jax.Array:
+        """The logits to sample from; those of the model, which log-probabilities are of, stay what they are."""
+        logits, rows, launch = forward.logits, forward.shape.rows, self.programs.launch
+        if inputs.penalties is not None:
+            for tokens in inputs.penalties.counted:
+                self.set_counts(tokens)
+            args = (logits, self._counts, self._next_tokens, inputs.penalties.packed)
+            logits, self._counts = launch(("penalties", rows), self._penalize, *args)
+        if inputs.bias is not None:
+            logits = launch(("biases", rows), self._add_bias, logits, inputs.bias)
+        for processor, packed in inputs.processors:
+            jitted = self._processors[processor]
+            logits = launch(("processor", processor, rows), jitted, logits, self._next_tokens, packed)
+        if inputs.mask is not None:
+            logits = launch(("mask", rows), self._apply_mask, logits, inputs.mask)
+        return logits
 
-    def _compiled_copier(self) -> jax.stages.Compiled:
-        if self._copier is None:
-            self._refuse_if_strict("the copy of pages")
-            copies = jax.ShapeDtypeStruct((2, self.max_copies), jnp.int32)
-            lowered = jit_copies(self._layout.num_pages).lower(self._pool, copies)
-            self._copier = lowered.compile(self.compiler_options)
-        return self._copier
+    def _sampled_logprobs(
+        self, forward: LaunchedForward, tokens: jax.Array, inputs: SamplingInputs
+    ) -> jax.Array | None:
+        if inputs.given_ids is None:
+            return None
+        name = ("logprobs", *inputs.given_ids.shape)
+        return self.programs.launch(name, self._logprobs, forward.logits, tokens, inputs.given_ids)
 
-    def _refuse_if_strict(self, program: object) -> None:
-        if self._strict and self._warm:
-            raise UnplannedCompilationError(f"{program} was not compiled by the warm-up")
+    def _prompt_token_logprobs(self, forward: LaunchedForward, inputs: SamplingInputs) -> jax.Array | None:
+        asked = inputs.prompt_logprobs
+        if asked is None:
+            return None
+        picker = ("prompt tokens", forward.shape.tokens)
+        hidden = self.programs.launch(picker, self._pick, forward.hidden, asked.tokens)
+        name = ("prompt logprobs", asked.given_ids.shape[1])
+        args = (self.parameters, hidden, asked.tokens, asked.given_ids)
+        return self.programs.launch(name, self._prompt_logprobs, *args)
+
+    def _state(self) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        return self.parameters, self._pool, self._next_tokens
+
+    def _row_counts(self) -> list[int]:
+        return sorted({shape.rows for shape in self._buckets.shapes()})
+
+    def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
+
+    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tokens, self._hidden_size), self._dtype)
 
 
 def jit_forward(
@@ -180,20 +327,20 @@ def jit_forward(
 ) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
     """The forward pass of a step, and its parameters, a flat list, because jax walks them on every launch.
 
-    `(parameters, pool, next_tokens, arrays, *, shape) -> (logits, sample_slots, pool)`. The pool is donated. A token id
-    `-1 - slot` is looked up in `next_tokens`.
+    `(parameters, pool, next_tokens, arrays, *, shape) -> (logits, hidden, sample_slots, pool)`. The pool is donated. A
+    token id `-1 - slot` is looked up in `next_tokens`.
     """
     graph, state = nnx.split(model)
     parameters, structure = jax.tree.flatten(state)
 
     def forward(
         parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, *, shape: StepShape
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
         step = StepArrays.unpack(arrays, shape, pages_per_layer, kernels)
         token_ids = jnp.where(step.token_ids >= 0, step.token_ids, next_tokens[-1 - step.token_ids])
-        logits, pool = merged(token_ids, pool, step.attention, step.logits_at)
-        return logits, step.sample_slots, pool
+        logits, hidden, pool = merged(token_ids, pool, step.attention, step.logits_at)
+        return logits, hidden, step.sample_slots, pool
 
     return jax.jit(forward, donate_argnums=1, static_argnames="shape"), parameters
 
@@ -201,6 +348,22 @@ def jit_forward(
 def jit_copies(pages_per_layer: int) -> jax.stages.Wrapped:
     """`copy_pages` with the pool donated."""
     return jax.jit(partial(copy_pages, pages_per_layer=pages_per_layer), donate_argnums=0)
+
+
+def jit_prompt_logprobs(model: Transformer, block: int) -> jax.stages.Wrapped:
+    """Log-probabilities of prompt tokens, `block` of them at a time.
+
+    `(parameters, hidden, tokens, given_ids) -> packed`, for `jit_forward`'s parameters and what `_pick` gives; see
+    `logprobs.prompt_logprobs` and `PromptLogprobInputs`.
+    """
+    graph, state = nnx.split(model)
+    structure = jax.tree.structure(state)
+
+    def run(parameters: list[jax.Array], hidden: jax.Array, tokens: jax.Array, given_ids: jax.Array) -> jax.Array:
+        merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
+        return prompt_logprobs(hidden, tokens[1], given_ids, merged.logits, block=block)
+
+    return jax.jit(run)
 
 
 def wait_for(model: Transformer) -> None:
@@ -217,3 +380,16 @@ def _sample_and_store(
     else:
         tokens = sample(logits, unpack_sampling(sampling), greedy_only=False)
     return tokens, next_tokens.at[slots].set(tokens)
+
+
+def _packed_logprobs(logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array) -> jax.Array:
+    return logprobs(logits, token_ids, given_ids).packed()
+
+
+def _pick(hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Hidden states of the step's tokens `tokens[0]`."""
+    return hidden.at[tokens[0]].get(mode="clip")
+
+
+def _int32(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.int32)

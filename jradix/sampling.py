@@ -27,19 +27,20 @@ Milliseconds on two busy CPU cores, 16 rows, vocabulary 49152 (best of 25):
     a sort                                        131
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jradix.rowwise import add_up, first_ids, fixed_point, mass, ordered, running_mass, unit, value
+
 GREEDY_BELOW = 1e-6
 """A temperature below this is greedy: dividing by it would only overflow."""
 
 HEAD_SIZE = 64
-BLOCK_SIZE = 32
-"""Head candidates: the elements of the HEAD_SIZE blocks, of BLOCK_SIZE logits each, with the largest maxima."""
+"""Tokens of the order in which most kept prefixes lie."""
 
 PICK_BLOCK = 64
 """Running sums are formed over so many places at a time: of sums of blocks, then inside one block."""
@@ -71,35 +72,12 @@ def sample(logits: Array, params: SamplingArrays, *, greedy_only: bool) -> Array
     Returns:
         int32 [rows], ids in [0, vocab).
     """
-    logits = _suppress(_ordered(logits), params.suppress_ids)
+    logits = _suppress(ordered(logits), params.suppress_ids)
     greedy_ids = _argmax(logits)
     if greedy_only:
         return greedy_ids
     greedy = params.temperature < GREEDY_BELOW
     return jnp.where(greedy, greedy_ids, _draw(logits, params, ~greedy))
-
-
-def token_logprobs(logits: Array, token_ids: Array) -> Array:
-    """Log-probability of one token a row under the model itself: no temperature, no filter, nothing suppressed.
-
-    Args:
-        logits: f32 [rows, vocab].
-        token_ids: int32 [rows].
-
-    Returns:
-        f32 [rows].
-    """
-    logits, vocab = logits.astype(jnp.float32), logits.shape[-1]
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    largest = jnp.max(logits, axis=-1)
-    return chosen - largest - jnp.log(_mass(_fixed_point(jnp.exp(logits - largest[:, None]), vocab), vocab))
-
-
-def _ordered(logits: Array) -> Array:
-    """Makes logits totally ordered: no NaN, no +inf, no negative zero."""
-    logits = logits.astype(jnp.float32)
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(jnp.float32).max))
-    return jnp.where(logits == 0, 0.0, logits)
 
 
 def _suppress(logits: Array, suppress_ids: Array) -> Array:
@@ -134,7 +112,7 @@ def _draw(logits: Array, params: SamplingArrays, wanted: Array) -> Array:
     in_head = wanted & filtered
     head_ids, fits = lax.cond(
         jnp.any(in_head),
-        lambda: _draw_from_head(_head(logits), weights, params, uniform),
+        lambda: _draw_from_head(first_ids(logits, HEAD_SIZE), weights, params, uniform),
         lambda: (jnp.zeros_like(params.top_k), jnp.zeros_like(filtered)),
     )
     in_head &= fits
@@ -153,25 +131,6 @@ def _uniform(seed: Array, position: Array) -> Array:
     return jax.random.uniform(key, dtype=jnp.float32)
 
 
-def _head(logits: Array) -> Array:
-    """Ids of the first tokens of the order (largest logit first, equal ones by id), int32 [rows, head].
-
-    The largest HEAD_SIZE logits lie in the HEAD_SIZE blocks with the largest maxima: each of those blocks holds at
-    least one logit that precedes everything in the blocks left out. With the blocks sorted by place, a stable top-k
-    of their elements breaks ties by id.
-    """
-    rows, vocab = logits.shape
-    if vocab <= HEAD_SIZE * BLOCK_SIZE:
-        return lax.top_k(logits, min(HEAD_SIZE, vocab))[1]
-    padding = -vocab % BLOCK_SIZE
-    blocks = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK_SIZE)
-    chosen = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), HEAD_SIZE)[1], axis=-1)  # [rows, HEAD_SIZE]
-    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
-    places = lax.top_k(candidates, HEAD_SIZE)[1]
-    block_ids = jnp.take_along_axis(chosen, places // BLOCK_SIZE, axis=-1)
-    return block_ids * BLOCK_SIZE + places % BLOCK_SIZE
-
-
 def _draw_from_head(head: Array, weights: Array, params: SamplingArrays, uniform: Array) -> tuple[Array, Array]:
     """Draws from the kept prefix where it lies within the head.
 
@@ -186,8 +145,8 @@ def _draw_from_head(head: Array, weights: Array, params: SamplingArrays, uniform
 
     # top-p is a share of the mass that top-k leaves, which the head holds when k is small
     small_k, limited_p = params.top_k <= head_size, params.top_p < 1
-    running = _running_mass(_fixed_point(weight, vocab), vocab)
-    everything = _mass(_fixed_point(weights, vocab), vocab)
+    running = running_mass(fixed_point(weight, vocab), vocab)
+    everything = mass(fixed_point(weights, vocab), vocab)
     target = params.top_p * jnp.where(small_k, running[:, -1], everything)
     reached = jnp.pad(running[:, :-1], ((0, 0), (1, 0))) >= target[:, None]  # by the tokens before this one
     past = ~in_top_k | (limited_p[:, None] & reached) | (weight < params.min_p[:, None]) | (weight == 0)
@@ -195,8 +154,8 @@ def _draw_from_head(head: Array, weights: Array, params: SamplingArrays, uniform
 
     knows_mass = small_k | (params.top_k == vocab) | ~limited_p
     fits = (knows_mass & past[:, -1]) | (params.top_k == head_size) | (head_size == vocab)
-    kept = _fixed_point(jnp.where(past, 0.0, weight), vocab)
-    place = _pick(kept, uniform * _mass(kept, vocab), vocab)
+    kept = fixed_point(jnp.where(past, 0.0, weight), vocab)
+    place = _pick(kept, uniform * mass(kept, vocab), vocab)
     return jnp.take_along_axis(head, place[:, None], axis=-1)[:, 0], fits
 
 
@@ -218,11 +177,11 @@ def _draw_from_all(logits: Array, weights: Array, params: SamplingArrays, unifor
     """
     vocab = logits.shape[-1]
     keys = _sortable(logits)
-    parts = _fixed_point(weights, vocab)
+    parts = fixed_point(weights, vocab)
 
     # without top-k the cut lies below the smallest key, and its group is empty
     lowest = jnp.full_like(params.top_k, jnp.iinfo(jnp.int32).min)
-    bottom = _Cut(lowest, lowest, jnp.full_like(lowest, vocab), _mass(parts, vocab), jnp.zeros_like(params.top_p))
+    bottom = _Cut(lowest, lowest, jnp.full_like(lowest, vocab), mass(parts, vocab), jnp.zeros_like(params.top_p))
     limited_k = wanted & (params.top_k < vocab)
     cut = _find_cut(keys, weights, bottom, limited_k, lambda count, mass: count >= params.top_k)
     taken = params.top_k - cut.count_above  # members of the group that belong to the prefix
@@ -236,7 +195,7 @@ def _draw_from_all(logits: Array, weights: Array, params: SamplingArrays, unifor
 
     above = (keys > p_cut.high[:, None]) & (weights >= params.min_p[:, None])
     parts_above = tuple(jnp.where(above, part, 0) for part in parts)
-    mass_above = _mass(parts_above, vocab)
+    mass_above = mass(parts_above, vocab)
     group_mass = jnp.where(p_cut.group_weight >= params.min_p, taken * p_cut.group_weight, 0.0)
     point = uniform * (mass_above + group_mass)
     on_group = (point >= mass_above) & (group_mass > 0)
@@ -246,7 +205,7 @@ def _draw_from_all(logits: Array, weights: Array, params: SamplingArrays, unifor
     drawn_from = tuple(
         jnp.where(on_group[:, None], new, old) for new, old in zip((ones, nothing), parts_above, strict=True)
     )
-    return _pick(drawn_from, jnp.where(on_group, member / _unit(vocab), point), vocab)
+    return _pick(drawn_from, jnp.where(on_group, member / unit(vocab), point), vocab)
 
 
 def _find_cut(
@@ -263,7 +222,7 @@ def _find_cut(
     """
 
     def search() -> _Cut:
-        found = _bisect(keys, _fixed_point(weights, keys.shape[-1]), start.low, active, reached)
+        found = _bisect(keys, fixed_point(weights, keys.shape[-1]), start.low, active, reached)
         weight = jnp.max(jnp.where(_in_group(keys, found), weights, 0.0), axis=-1)
         found = found._replace(group_weight=weight)
         return _Cut(*(jnp.where(active, new, old) for new, old in zip(found, start, strict=True)))
@@ -291,15 +250,15 @@ def _bisect(
         cut, count_from_low = state
         middle = (cut.low | cut.high) - ((cut.low ^ cut.high) >> 1)  # the mean, rounded up, without overflow
         chosen = keys >= middle[:, None]
-        count, *mass = _add_up(*(jnp.where(chosen, operand, 0) for operand in (jnp.ones_like(keys), *parts)))
-        mass = _value(mass, vocab)
-        up = is_open(cut, count_from_low) & reached(count, mass)
-        down = is_open(cut, count_from_low) & ~reached(count, mass)
+        count, *sums = add_up(*(jnp.where(chosen, operand, 0) for operand in (jnp.ones_like(keys), *parts)))
+        mass_chosen = value(sums, vocab)
+        up = is_open(cut, count_from_low) & reached(count, mass_chosen)
+        down = is_open(cut, count_from_low) & ~reached(count, mass_chosen)
         halved = cut._replace(
             low=jnp.where(up, middle, cut.low),
             high=jnp.where(down, middle - 1, cut.high),
             count_above=jnp.where(down, count, cut.count_above),
-            mass_above=jnp.where(down, mass, cut.mass_above),
+            mass_above=jnp.where(down, mass_chosen, cut.mass_above),
         )
         return halved, jnp.where(up, count, count_from_low)
 
@@ -316,47 +275,6 @@ def _sortable(logits: Array) -> Array:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _unit(vocab: int) -> float:
-    """The power of two in which `_fixed_point` counts: the parts of a whole row must add up within int32."""
-    return float(1 << min(15, 31 - (vocab - 1).bit_length()))
-
-
-def _fixed_point(weights: Array, vocab: int) -> tuple[Array, Array]:
-    """Weights in [0, 1] as two int32 parts, ``high / unit + low / unit**2``; 30 bits for a vocabulary below 65536.
-
-    Integers add up to the same sum in any order. XLA adds floats in an order that changes with the number of rows (on
-    CPU below some 4000 elements), and with it the last bit: a row's token would depend on its neighbours.
-    """
-    unit = _unit(vocab)
-    high = jnp.minimum(jnp.floor(weights * unit), unit - 1)
-    low = jnp.minimum(jnp.round((weights * unit - high) * unit), unit - 1)
-    return high.astype(jnp.int32), low.astype(jnp.int32)
-
-
-def _value(parts: Sequence[Array], vocab: int) -> Array:
-    """The f32 number of (sums of) fixed-point parts."""
-    high, low = parts
-    return (high.astype(jnp.float32) + low.astype(jnp.float32) / _unit(vocab)) / _unit(vocab)
-
-
-def _add_up(*operands: Array) -> tuple[Array, ...]:
-    """Sums of int32 arrays over the last axis, in one reduction: apart, XLA's CPU code takes three times as long."""
-    zeros = tuple(jnp.int32(0) for _ in operands)
-    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
-    return tuple(lax.reduce(operands, zeros, add, dimensions=(operands[0].ndim - 1,)))
-
-
-def _mass(parts: tuple[Array, ...], vocab: int) -> Array:
-    return _value(_add_up(*parts), vocab)
-
-
-def _running_mass(parts: Sequence[Array], vocab: int) -> Array:
-    """Mass of each place and those before it; for few places, where n * n sums compile and run faster than a scan."""
-    places = jnp.arange(parts[0].shape[-1])
-    until = places[:, None] >= places  # [n, n]
-    return _value(_add_up(*(jnp.where(until, part[:, None, :], 0) for part in parts)), vocab)
-
-
 def _pick(parts: tuple[Array, ...], point: Array, vocab: int) -> Array:
     """The first place where the running sum of a row's weights exceeds `point`; never one of weight 0.
 
@@ -365,7 +283,7 @@ def _pick(parts: tuple[Array, ...], point: Array, vocab: int) -> Array:
     Args:
         parts: Fixed-point weights, int32 [rows, n] each.
         point: f32 [rows].
-        vocab: Of `_fixed_point`.
+        vocab: Of `fixed_point`.
 
     Returns:
         int32 [rows].
@@ -374,15 +292,15 @@ def _pick(parts: tuple[Array, ...], point: Array, vocab: int) -> Array:
     if size > PICK_BLOCK:  # a running sum over the whole vocabulary costs 4 ms: sum blocks, then go into one
         padding = ((0, 0), (0, -size % PICK_BLOCK))
         blocks = tuple(jnp.pad(part, padding).reshape(rows, -1, PICK_BLOCK) for part in parts)
-        sums = _add_up(*blocks)
+        sums = add_up(*blocks)
         block = _pick(sums, point, vocab)
         earlier = jnp.arange(sums[0].shape[-1]) < block[:, None]
-        before = _mass(tuple(jnp.where(earlier, part, 0) for part in sums), vocab)
+        before = mass(tuple(jnp.where(earlier, part, 0) for part in sums), vocab)
         inside = tuple(jnp.take_along_axis(part, block[:, None, None], axis=1)[:, 0] for part in blocks)
         return block * PICK_BLOCK + _pick(inside, point - before, vocab)
     places = jnp.arange(size, dtype=jnp.int32)
     eligible = (parts[0] | parts[1]) > 0
-    hit = eligible & (_running_mass(parts, vocab) > point[:, None])
+    hit = eligible & (running_mass(parts, vocab) > point[:, None])
     first_hit = jnp.min(jnp.where(hit, places, size), axis=-1)
     last_eligible = jnp.max(jnp.where(eligible, places, 0), axis=-1)
     return jnp.minimum(first_hit, last_eligible)

@@ -11,11 +11,11 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jradix.batch import MAX_SUPPRESSED_IDS
 from jradix.grammar import Constraint, Grammars
 from jradix.logprobs import MAX_LOGPROB_IDS
 from jradix.request import Request
 from jradix.request_options import RequestOptions, is_sequence, options_of_each
+from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
 from jradix.token_logprobs import TokenLogprobs
 from jradix.tokenizer import Tokenizer
@@ -140,7 +140,6 @@ class Submission:
                 f"min_new_tokens can hold back at most {MAX_SUPPRESSED_IDS} stop ids, EOS included, got {len(stop_ids)}"
             )
         timeout = options.get("timeout")
-        logprobs = self._logprobs(prompt_ids, options)
         return Request(
             id=options["rid"] if "rid" in options else uuid.uuid4().hex,
             prompt_ids=prompt_ids,
@@ -150,11 +149,7 @@ class Submission:
             seed=params.seed if params.seed is not None else self._draw_seed(),
             namespace=options.get("cache_salt"),
             constraint=self._constraint(params, stop_ids),
-            logprobs=logprobs,
-            return_logprob=logprobs is not None,
-            logprob_start=-1 if logprobs is None else logprobs.start,
-            top_logprobs_num=options.get("top_logprobs_num", 0),
-            token_ids_logprob=options.get("token_ids_logprob", ()),
+            logprobs=self._logprobs(prompt_ids, options),
             return_hidden_states=options.get("return_hidden_states", False),
             priority=options.get("priority", 0),
             routing_key=options.get("routing_key"),

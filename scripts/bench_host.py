@@ -10,7 +10,7 @@ computes with nor other processes add to it. Timers stand around these parts:
 
     plan          Scheduler.plan: who decodes, pages for the next token
     arrays        the bucket and the padded arrays, sampling parameters too where rows are not greedy
-    dispatch      Runner.launch: handing two programs and their arrays to XLA
+    dispatch      Runner.launch_forward, launch_sampling: handing two programs and their arrays to XLA
     read          Runner.collect: the tokens of the step before, which is ready
     bookkeeping   everything else: tokens appended to their requests, ends noticed
 
@@ -101,8 +101,9 @@ def timers(engine: Engine) -> Iterator[Stopwatch]:
         (engine.scheduler, "plan", "plan"),
         (jradix.core, "step_shape", "arrays"),
         (jradix.core, "build_arrays", "arrays"),
-        (jradix.core, "build_sampling", "arrays"),
-        (engine.runner, "launch", "dispatch"),
+        (jradix.core, "build_sampling_inputs", "arrays"),
+        (engine.runner, "launch_forward", "dispatch"),
+        (engine.runner, "launch_sampling", "dispatch"),
         (engine.runner, "collect", "read"),
     ]
     patches = [patch.object(owner, name, watch.timed(part, getattr(owner, name))) for owner, name, part in parts]

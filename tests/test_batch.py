@@ -1,19 +1,15 @@
 """Plans laid out in padded arrays: what each token reads and writes, and that padding touches nothing."""
 
-from typing import Any
-
 import jax
 import numpy as np
-import pytest
 
 from jradix.batch import (
     StepArrays,
     build_arrays,
     build_copies,
-    build_sampling,
+    first_tokens,
     row_indices,
     step_shape,
-    unpack_sampling,
 )
 from jradix.config import Buckets, StepShape
 from jradix.request import Request
@@ -25,12 +21,12 @@ SHAPE = StepShape(decode_rows=3, extend_tokens=12, extend_rows=3, max_pages=4)
 TABLES = np.arange(1, 1 + SLOTS * 6, dtype=np.int32).reshape(SLOTS, 6)  # every slot has pages of its own
 
 
-def row(slot: int, start: int, num_tokens: int, *, samples: bool = True, outputs: int = 0, **params: Any) -> PlannedRow:
+def row(slot: int, start: int, num_tokens: int, *, samples: bool = True, outputs: int = 0) -> PlannedRow:
     """Prompt tokens are 100 * slot + position, known outputs 1000 + index."""
     request = Request(
         id=str(slot),
         prompt_ids=np.arange(100 * slot, 100 * slot + 10, dtype=np.int32),
-        params=SamplingParams.from_dict({"temperature": 0.0} | params),
+        params=SamplingParams(),
         stop_ids=frozenset({7, 3}),
         max_new_tokens=20,
         seed=40 + slot,
@@ -82,6 +78,13 @@ def test_only_rows_that_sample_have_a_slot_to_write_to() -> None:
     assert row_indices(PLAN, SHAPE) == [0, 1, 3, 4]
 
 
+def test_the_first_token_of_each_row_is_known() -> None:
+    ids = np.asarray(arrays().token_ids)
+    assert ids[first_tokens(PLAN, SHAPE)].tolist() == [1001, -5, 3, 209]
+    assert first_tokens(StepPlan(PLAN.decode, []), SHAPE) == [0, 1]
+    assert first_tokens(StepPlan([], PLAN.extend), SHAPE) == [3, 9]
+
+
 def test_arrays_are_fresh_and_of_the_shapes_that_are_compiled() -> None:
     """The device may alias them, so the next step must not write into this one's."""
     first, second = arrays(), arrays()
@@ -101,54 +104,10 @@ def test_the_smallest_bucket_that_holds_the_plan_is_taken() -> None:
     assert step_shape(StepPlan([], PLAN.extend[1:]), buckets) == StepShape(0, 4, 1, 3)
 
 
-def test_plainly_greedy_steps_need_no_sampling_arrays() -> None:
-    assert build_sampling(PLAN, SHAPE) is None
-    hot = row(0, 3, 6, samples=False, temperature=1.0)
-    assert build_sampling(StepPlan(PLAN.decode, [hot]), SHAPE) is None, "a row that samples nothing asked for it"
-
-
-def test_sampling_arrays_hold_each_rows_own_parameters() -> None:
-    plan = StepPlan(PLAN.decode[:1], [row(2, 0, 10, temperature=0.5, top_k=2**40, top_p=0.9, min_p=0.1)])
-    packed = build_sampling(plan, SHAPE)
-    assert packed is not None
-    sampling = unpack_sampling(packed)
-    assert np.asarray(sampling.temperature).tolist() == [0, 0, 0, 0.5, 0, 0]
-    assert np.asarray(sampling.top_k)[3] == 2**31 - 1
-    assert np.asarray(sampling.top_p)[[0, 3]].tolist() == pytest.approx([1.0, 0.9])
-    assert np.asarray(sampling.min_p)[3] == pytest.approx(0.1)
-    assert np.asarray(sampling.seed)[3] == 42
-    assert np.asarray(sampling.position)[[0, 3]].tolist() == [12, 10], "where the sampled token will stand"
-    assert (np.asarray(sampling.suppress_ids) == -1).all()
-
-
-@pytest.mark.parametrize(("outputs", "held_back"), [(0, True), (1, True), (2, False)])
-def test_stop_ids_are_held_back_before_the_minimum(outputs: int, held_back: bool) -> None:
-    planned = row(1, 9 + outputs, 1, outputs=outputs, min_new_tokens=2)
-    packed = build_sampling(StepPlan([planned], []), SHAPE)
-    if not held_back:
-        assert packed is None
-        return
-    assert packed is not None
-    sampling = unpack_sampling(packed)
-    assert np.asarray(sampling.suppress_ids)[0, :3].tolist() == [3, 7, -1]
-
-
 def test_a_step_on_the_device_finds_what_the_host_packed() -> None:
-    plan = StepPlan(PLAN.decode, [row(2, 0, 10, temperature=0.5, top_p=0.9, min_p=0.1)])
-    packed = build_sampling(plan, SHAPE)
-    assert packed is not None
-    for on_host, on_device in zip(unpack_sampling(packed), jax.jit(unpack_sampling)(packed), strict=True):
-        assert on_device.dtype == on_host.dtype
-        assert np.array_equal(on_device, on_host)
-    vector = build_arrays(plan, SHAPE, TABLES, PAGE_SIZE, 31)
+    vector = build_arrays(PLAN, SHAPE, TABLES, PAGE_SIZE, 31)
     on_device = jax.jit(lambda packed: StepArrays.unpack(packed, SHAPE, 31).attention.page_table)(vector)
     assert np.array_equal(on_device, StepArrays.unpack(vector, SHAPE, 31).attention.page_table)
-
-
-def test_an_absurdly_high_temperature_is_finite_on_the_device() -> None:
-    packed = build_sampling(StepPlan([], [row(2, 0, 10, temperature=1e300)]), SHAPE)
-    assert packed is not None
-    assert np.isfinite(unpack_sampling(packed).temperature).all()
 
 
 def test_what_shared_pages_hold_already_is_written_to_the_null_page() -> None:

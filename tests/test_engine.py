@@ -276,7 +276,9 @@ def test_after_a_failed_step_everybody_hears_of_it_and_the_engine_goes_on(
 
     with monkeypatch.context() as patch:
         if where == "launch":
-            patch.setattr(runner, "_forwards", dict.fromkeys(runner._forwards, fail))
+            compiled = runner.programs.compiled
+            failing = {name: fail if name[0] == "forward" else program for name, program in compiled.items()}
+            patch.setattr(runner.programs, "compiled", failing)
         else:
             patch.setattr(runner, "collect", fail)
         tiny_engine.continue_generation()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,7 +12,12 @@ import pytest
 from jradix import Engine, SamplingParams
 from jradix.aot import copied_shapes
 from jradix.config import StepShape
-from jradix.runner import UnplannedCompilationError
+from jradix.delivery import StepFailedError
+from jradix.logit_processor import ProcessorRow
+from jradix.logprobs import LOGPROB_WIDTHS
+from jradix.programs import UnplannedCompilationError
+from jradix.sampling_batch import SamplingInputs, allow_all
+from tests.step_driver import requests_for, steps
 from tests.tiny_engine import (
     compile_quickly,
     counted_compilations,
@@ -48,6 +53,10 @@ def test_a_launched_step_takes_the_old_pool(tiny_engine: Engine) -> None:
     assert tiny_engine.runner.pool.shape == before.shape
 
 
+def twice(logits: jax.Array, row: ProcessorRow) -> jax.Array:
+    return 2 * logits
+
+
 @pytest.fixture(scope="module")
 def warm_engine(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]) -> Engine:
     """One layer of random weights, and all buckets of two rows and chunks of two tokens."""
@@ -66,6 +75,7 @@ def warm_engine(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[s
         strict_compile=True,
     )
     compile_quickly(engine)
+    engine.runner.register_processor(twice)
     engine.warm_up()
     return engine
 
@@ -92,6 +102,50 @@ def test_nothing_is_compiled_after_the_warm_up(warm_engine: Engine) -> None:
     warm_engine.check_idle()
 
 
+def test_a_strict_warm_up_compiles_every_feature_and_no_more_programs_than_the_runner_says(warm_engine: Engine) -> None:
+    shapes = warm_engine._core.buckets.shapes()
+    rows, tokens = {shape.rows for shape in shapes}, {shape.tokens for shape in shapes if shape.extend_tokens}
+    plain = len(shapes) + 2 * len(rows) + 1
+    features = len(rows) * (3 + 1 + len(LOGPROB_WIDTHS)) + 2 + len(tokens) + len(LOGPROB_WIDTHS)
+    assert warm_engine.runner.num_compiled == plain + features
+
+    asks: list[dict[str, Any]] = [
+        {"presence_penalty": 1.0},
+        {"logit_bias": {3: 1.0}},
+        {"custom_logit_processor": twice},
+        {"custom_logit_processor": twice, "frequency_penalty": 1.0, "temperature": 1.0},
+    ]
+    prompts = [[index, 5, 9] for index in range(8)]
+
+    def mask(inputs: SamplingInputs, rows: int) -> None:
+        inputs.mask = allow_all(rows, 320)
+
+    with counted_compilations() as compilations:
+        output_ids(warm_engine, prompts, [greedy(4, **asks[index % 4]) for index in range(8)])
+        for width in LOGPROB_WIDTHS:
+            warm_engine.flush_cache()
+            requests = requests_for(
+                warm_engine,
+                prompts[:3],
+                return_hidden_states=True,
+                return_logprob=True,
+                logprob_start_len=0,
+                top_logprobs_num=width,
+            )
+            assert all(
+                collected.logprobs or collected.prompt_logprobs for *_, collected in steps(warm_engine, requests, mask)
+            )
+    assert compilations == []
+    assert warm_engine.runner.num_compiled == plain + features
+    warm_engine.check_idle()
+
+
+def test_a_strict_runner_takes_no_new_processor_after_the_warm_up(warm_engine: Engine) -> None:
+    warm_engine.runner.register_processor(twice)
+    with pytest.raises(ValueError, match=r"came after the warm-up.*register_processor first"):
+        warm_engine.runner.register_processor(lambda logits, row: logits)
+
+
 def test_compilations_are_counted() -> None:
     with counted_compilations() as compilations:
         jax.jit(lambda x: x * 3 + 1)(np.ones(17))
@@ -102,10 +156,11 @@ def test_a_strict_runner_refuses_to_compile_what_the_warm_up_left_out(warm_engin
     with pytest.raises(UnplannedCompilationError, match="decode_rows=3"):
         warm_engine.runner.compiled_forward(StepShape(3, 0, 0, 24))
     expected = output_ids(warm_engine, [[3, 4, 5]], greedy(3))
-    forgotten = warm_engine.runner._forwards.pop(StepShape(1, 0, 0, 24))
-    with pytest.raises(UnplannedCompilationError, match="was not compiled by the warm-up"):
+    name = ("forward", StepShape(1, 0, 0, 24))
+    forgotten = warm_engine.runner.programs.compiled.pop(name)
+    with pytest.raises(StepFailedError, match="was not compiled by the warm-up"):
         output_ids(warm_engine, [[3, 4, 5]], greedy(3))
-    warm_engine.runner._forwards[StepShape(1, 0, 0, 24)] = forgotten
+    warm_engine.runner.programs.compiled[name] = forgotten
     warm_engine.check_idle()
     assert output_ids(warm_engine, [[3, 4, 5]], greedy(3)) == expected
 

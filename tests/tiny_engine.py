@@ -69,7 +69,7 @@ def write_dummy_model(source: Path, target: Path, **changes: Any) -> None:
 
 def compile_quickly(engine: Engine) -> None:
     """Compile without LLVM's optimizations, in half the time."""
-    engine.runner.compiler_options = {"xla_backend_optimization_level": 0}
+    engine.runner.programs.compiler_options = {"xla_backend_optimization_level": 0}
 
 
 def start(path: Path, *, optimized: bool = False, **options: Any) -> Engine:
@@ -151,7 +151,7 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         if copies is not None:
             runner.copy_pages(copies)
         forward = runner.compiled_forward(shape)
-        logits, _, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
+        logits, _, _, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
         runner.replace_pool(pool)
         logits = np.asarray(logits)[shape.decode_rows]
         if plan.extend[0].samples:

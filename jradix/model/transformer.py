@@ -75,7 +75,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self, token_ids: jax.Array, pool: jax.Array, inputs: AttentionInputs, logits_at: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Run one step.
 
         Args:
@@ -85,7 +85,8 @@ class Transformer(nnx.Module):
             logits_at: int32 `[n]`, the tokens to give logits of; indices past either end clamp.
 
         Returns:
-            float32 logits `[n, vocab]` and the updated pool.
+            float32 logits `[n, vocab]`, the hidden states of all tokens `[tokens, hidden]`, of which `logits` makes
+            logits, and the updated pool.
         """
         x = self.embed[...].at[token_ids].get(mode="clip")
         rope = rope_tables(inputs.positions, self.config.rope)
@@ -94,9 +95,12 @@ class Transformer(nnx.Module):
                 x, pool = block(x, pool, layers.start, inputs, rope)
             else:
                 x, pool = _scan(block, layers, x, pool, inputs, rope)
-        last = x[jnp.clip(logits_at, 0, x.shape[0] - 1)]
+        return self.logits(x[jnp.clip(logits_at, 0, x.shape[0] - 1)]), x, pool
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Final norm and LM head: `[n, hidden]`, as the last layer leaves it, -> float32 `[n, vocab]`."""
         head = self.embed if self.lm_head is None else self.lm_head
-        return linear(rms_norm(last, self.final_norm, self.config.rms_norm_eps), head[...]), pool
+        return linear(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps), head[...])
 
 
 def _layer_groups(config: ModelConfig, layer_loop: LayerLoop) -> tuple[range, ...]:

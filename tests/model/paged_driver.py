@@ -20,7 +20,8 @@ from jradix.pallas.ops import XLA, Kernels
 @partial(jax.jit, static_argnums=0, donate_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
 def step(graphdef, params, token_ids, pool, inputs, logits_at):
     """The pure function a runner would jit; the pool is donated."""
-    return nnx.merge(graphdef, params)(token_ids, pool, inputs, logits_at)
+    logits, _, pool = nnx.merge(graphdef, params)(token_ids, pool, inputs, logits_at)
+    return logits, pool
 
 
 @dataclass

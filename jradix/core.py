@@ -16,7 +16,8 @@ from jradix.output import Output
 from jradix.request import FinishReason, Request, RequestState
 from jradix.runner import LaunchedStep
 from jradix.sampling_batch import build_sampling_inputs
-from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
+from jradix.schedule_plan import StepPlan
+from jradix.scheduler import ResultsNeededError, Scheduler
 from jradix.startup import Parts
 
 PauseMode = Literal["retract", "in_place", "abort"]

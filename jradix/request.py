@@ -118,7 +118,16 @@ class Request:
     @property
     def wants_step(self) -> bool:
         """Whether a further step makes sense: not once all its tokens are sampled, even if not all have arrived."""
-        return self.state is not RequestState.FINISHED and self.num_sampled < self.max_new_tokens
+        if self.state is RequestState.FINISHED:
+            return False
+        return self.num_sampled < self.max_new_tokens or (
+            not self.max_new_tokens and self.computed_len < self.prompt_len
+        )
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the prompt is to be computed even if no token is to be generated."""
+        return self.return_hidden_states or (self.logprobs is not None and self.logprobs.start < self.prompt_len)
 
     def token_ids(self, end: int) -> npt.NDArray[np.int32]:
         """Tokens `[0, end)`, of which the host has seen all."""

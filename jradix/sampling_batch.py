@@ -19,7 +19,7 @@ from jradix.packing import viewed
 from jradix.request import Request
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.sampling_params import MAX_BIASES
-from jradix.scheduler import PlannedRow, StepPlan
+from jradix.schedule_plan import PlannedRow, StepPlan
 from jradix.token_logprobs import TokenLogprobs
 
 INT32_MAX = 2**31 - 1

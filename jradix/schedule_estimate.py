@@ -44,7 +44,9 @@ class OutputEstimate:
         At most those that it can fill; the KV of its last token is never written.
         """
         remaining = request.max_new_tokens - request.num_sampled
-        return request.seq_len + (math.ceil((remaining - 1) * self.reserved) if remaining else -1)
+        if remaining == 0:
+            return request.seq_len - bool(request.num_sampled)
+        return request.seq_len + math.ceil((remaining - 1) * self.reserved)
 
     def finished(self, num_tokens: int, max_new_tokens: int) -> None:
         """Learn from a request that ended by itself after `num_tokens` tokens, of `max_new_tokens`, which is not 0."""

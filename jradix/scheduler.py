@@ -4,8 +4,6 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,38 +12,9 @@ from jradix.cache.prefix_cache import Lock, Match, PrefixCache
 from jradix.config import SchedulePolicy
 from jradix.request import FinishReason, Request, RequestState
 from jradix.schedule_estimate import OutputEstimate
+from jradix.schedule_plan import PlannedRow, StepPlan
 from jradix.schedule_policy import arrange
 from jradix.schedule_queue import WaitingQueue
-
-
-class PlannedRow(NamedTuple):
-    """One request's part of a step: tokens `[start, start + num_tokens)` of its sequence.
-
-    `samples`: they reach the end of the sequence, so the step yields its next token. Tokens before `write_from` are in
-    shared pages already, and their KV is not written again.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-    write_from: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One launch: rows that decode one token each, then rows that extend by a chunk of their prompt.
-
-    Before it, pages are copied, one after another in the order of `copies`, which holds (source, target) page ids.
-    """
-
-    decode: list[PlannedRow]
-    extend: list[PlannedRow]
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[PlannedRow]:
-        return self.decode + self.extend
 
 
 class ResultsNeededError(Exception):
@@ -123,6 +92,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `validate` has passed, in a number that `require_room` has."""
+        if request.logprobs is not None and request.logprobs.start < request.prompt_len:
+            self.cache.keep_logprobs()
         self.waiting.add(request)
 
     def plan(self, *, in_flight: bool) -> StepPlan | None:
@@ -149,7 +120,16 @@ class Scheduler:
         for row in plan.rows:
             row.request.computed_len = row.start + row.num_tokens
             row.request.num_sampled += row.samples
+            if row.request.logprobs is not None:
+                row.request.logprobs.planned(row.request.computed_len)
         return plan
+
+    def keep_logprobs(self, request: Request, position: int, values: npt.NDArray[np.float32]) -> None:
+        """Leave log-probabilities of a request's tokens, from a position on, to those that will share its pages."""
+        kept = self.cache.kept_logprobs
+        if kept is not None and request.state is RequestState.RUNNING:
+            values = values[: request.num_pages * self.page_size - position]
+            kept.record(self.page_tables[request.slot], position, values)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request: what it computed stays in the cache, everything else is given back."""
@@ -195,7 +175,10 @@ class Scheduler:
                 self._retract_for_pages()
         decoding = [request for request in decoding if request.state is RequestState.RUNNING]
         decoding.sort(key=self._place_among_rows)
-        return [PlannedRow(request, request.computed_len, 1, True, request.computed_len) for request in decoding]
+        return [
+            PlannedRow(request, request.computed_len, 1, request.max_new_tokens > 0, request.computed_len)
+            for request in decoding
+        ]
 
     def _plan_extends(self, plan: StepPlan) -> None:
         """Add chunks of prompts within the token budget: the one that is under way first, then waiting requests."""
@@ -217,6 +200,8 @@ class Scheduler:
         copied = match.head_len
         if request.computed_len != match.num_tokens or match.head_page in self._filling:
             copied = 0
+        if request.logprobs is not None and request.logprobs.first_unknown < request.prompt_len:
+            copied = max(0, min(copied, request.logprobs.first_unknown - 1 - request.computed_len))
         start = request.computed_len + copied
         room = (self.cache.num_allocatable + request.num_pages) * self.page_size - start
         num_tokens = min(request.seq_len - start, budget, room)
@@ -225,17 +210,24 @@ class Scheduler:
         end = start + num_tokens
         if not request.num_retractions:
             request.cached_tokens += copied
-        table, first = self.page_tables[request.slot], start // self.page_size
+        table, held = self.page_tables[request.slot], _held(request).num_tokens
+        first = max(start, held) // self.page_size  # of the pages that are not the tree's
         own = table[first : self._pages_for(end)].copy()
-        self._insert(request, end, copied)
+        self._insert(request, end, start - match.num_tokens)
         # Where the tree had a page already, others may be reading it: it is not written again, nor copied to.
         num_shared = int(np.count_nonzero(table[first : first + len(own)] != own))
-        write_from = min(end, (first + num_shared) * self.page_size) if num_shared else start
+        write_from = (first + num_shared) * self.page_size if num_shared else max(start, held)
         if copied and not num_shared:
-            plan.copies.append((match.head_page, int(own[0])))
-        plan.extend.append(PlannedRow(request, start, num_tokens, end == request.seq_len, write_from))
+            self._copy_head(match, int(own[0]), copied, plan)
+        samples = end == request.seq_len and request.max_new_tokens > 0
+        plan.extend.append(PlannedRow(request, start, num_tokens, samples, min(end, write_from)))
         self._filling.update(own[num_shared:].tolist())
         return num_tokens
+
+    def _copy_head(self, match: Match, target: int, num_tokens: int, plan: StepPlan) -> None:
+        plan.copies.append((match.head_page, target))
+        if self.cache.kept_logprobs is not None:
+            self.cache.kept_logprobs.copy_head(match.head_page, target, num_tokens)
 
     def _admit(self, request: Request) -> Match | None:
         """Give the head of the queue a slot and its cached prefix, if the pool has room for it and those running.
@@ -250,13 +242,28 @@ class Scheduler:
         request.change_state(RequestState.RUNNING)
         request.slot = self._free_slots.pop()
         request.lock = self.cache.lock(match, priority=request.priority, recomputation=request.num_retractions > 0)
-        request.num_pages = len(match.pages)
+        request.num_pages, request.num_counted = len(match.pages), len(request.output_ids)
         self.page_tables[request.slot, : request.num_pages] = match.pages
-        request.computed_len = match.num_tokens
+        request.computed_len = self._first_to_compute(request, match)
         if not request.num_retractions:
-            request.cached_tokens = match.num_tokens
+            request.cached_tokens = request.computed_len
         self.running.append(request)
         return match
+
+    def _first_to_compute(self, request: Request, match: Match) -> int:
+        """What is cached need not be computed, unless a log-probability of the prompt is wanted there and not known.
+
+        That of a token comes with the token before it.
+        """
+        wanted, kept = request.logprobs, self.cache.kept_logprobs
+        if wanted is None or wanted.first_unknown >= request.prompt_len:
+            return match.num_tokens
+        end = min(match.num_tokens + match.head_len, request.prompt_len)
+        if kept is not None and wanted.first_unknown < end and not wanted.wants_more_than_the_token:
+            wanted.take_kept(kept.read(np.append(match.pages, match.head_page), wanted.first_unknown, end))
+        if wanted.first_unknown >= request.prompt_len:
+            return match.num_tokens
+        return min(match.num_tokens, wanted.first_unknown - 1)
 
     def _match(self, request: Request) -> Match:
         return self.cache.match(request.token_ids(request.seq_len - 1), request.namespace)
@@ -271,19 +278,22 @@ class Scheduler:
 
     def _match_again(self, request: Request) -> Match:
         """Skip what another request has computed of this prompt since the last chunk."""
-        match = self._match(request)
+        match, held = self._match(request), _held(request)
         if match.num_tokens <= request.computed_len:
             return match
-        held = _held(request).num_tokens // self.page_size
-        # Its first insert has counted it.
-        lock = self.cache.lock(match, priority=request.priority, recomputation=True)
-        self.cache.unlock(_held(request))
         table = self.page_tables[request.slot]
-        self.cache.free(table[held : request.num_pages].copy())
-        table[: len(match.pages)] = match.pages
+        if match.num_tokens > held.num_tokens:
+            # Its first insert has counted it.
+            request.lock = self.cache.lock(match, priority=request.priority, recomputation=True)
+            first_private = held.num_tokens // self.page_size
+            self.cache.unlock(held)
+            self.cache.free(table[first_private : request.num_pages].copy())
+            table[: len(match.pages)] = match.pages
+            request.num_pages = len(match.pages)
+        start = self._first_to_compute(request, match)
         if not request.num_retractions:
-            request.cached_tokens += match.num_tokens - request.computed_len
-        request.lock, request.num_pages, request.computed_len = lock, len(match.pages), match.num_tokens
+            request.cached_tokens += start - request.computed_len
+        request.computed_len = start
         return match
 
     def _grow(self, request: Request, num_tokens: int) -> bool:

@@ -65,6 +65,10 @@ class TokenLogprobs:
         """Whether other tokens' log-probabilities are wanted too, which nobody keeps."""
         return bool(self.num_top or self.given_ids)
 
+    def planned(self, end: int) -> None:
+        """A step that computes the tokens before `end` is on its way."""
+        self.first_unknown = max(self.first_unknown, end + 1)
+
     def take_kept(self, values: npt.NDArray[np.float32]) -> None:
         """Take what is kept of the prompt from `first_unknown` on, as far as it is known (not NaN)."""
         unknown = np.isnan(values)

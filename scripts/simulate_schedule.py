@@ -28,8 +28,9 @@ from jradix.cache import PrefixCache
 from jradix.config import SchedulePolicy
 from jradix.request import FinishReason, Request
 from jradix.sampling_params import SamplingParams
+from jradix.schedule_plan import StepPlan
 from jradix.schedule_queue import OLDEST_TURN
-from jradix.scheduler import Scheduler, StepPlan
+from jradix.scheduler import Scheduler
 
 PARAMS = SamplingParams()
 MAX_NEW_TOKENS = 64

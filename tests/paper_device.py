@@ -13,7 +13,8 @@ import numpy as np
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.request import FinishReason, Request, RequestState
 from jradix.sampling_params import SamplingParams
-from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
+from jradix.schedule_plan import StepPlan
+from jradix.scheduler import ResultsNeededError, Scheduler
 
 VOCAB = 50
 MODULUS = 2**31 - 1

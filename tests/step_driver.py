@@ -8,7 +8,7 @@ from jradix.batch import build_arrays, build_copies, row_indices, step_shape
 from jradix.request import FinishReason, Request
 from jradix.runner import Collected
 from jradix.sampling_batch import SamplingInputs, build_sampling_inputs
-from jradix.scheduler import StepPlan
+from jradix.schedule_plan import StepPlan
 from tests.tiny_engine import greedy
 
 

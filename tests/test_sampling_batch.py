@@ -19,7 +19,7 @@ from jradix.sampling_batch import (
     unpack_sampling,
 )
 from jradix.sampling_params import SamplingParams
-from jradix.scheduler import PlannedRow, StepPlan
+from jradix.schedule_plan import PlannedRow, StepPlan
 from jradix.token_logprobs import TokenLogprobs
 
 SHAPE = StepShape(decode_rows=3, extend_tokens=12, extend_rows=3, max_pages=4)

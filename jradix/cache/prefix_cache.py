@@ -11,6 +11,7 @@ from jradix.cache.contents import Contents
 from jradix.cache.eviction import Policy
 from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
+from jradix.cache.kept_logprobs import KeptLogprobs
 from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
@@ -63,6 +64,7 @@ class PrefixCache:
         self._pages, self._tree = self._contents.pages, self._contents.tree
         self.journal, self.statistics = self._contents.journal, self._contents.statistics
         self.pins = Pins(num_pages // 4 if max_pinned_pages is None else max_pinned_pages, self.unlock)
+        self.kept_logprobs: KeptLogprobs | None = None
         self._has_complained = False
         self._num_protected = 0
         self._num_locks = 0
@@ -201,7 +203,16 @@ class PrefixCache:
                 self.pins.remove_oldest()
         if num_pages > self.num_free:
             self._contents.evict(num_pages - self.num_free, owner)
-        return self._pages.take(num_pages)
+        pages = self._pages.take(num_pages)
+        if self.kept_logprobs is not None:
+            self.kept_logprobs.forget(pages)
+        return pages
+
+    def keep_logprobs(self) -> KeptLogprobs:
+        """Begin to keep log-probabilities of cached tokens beside their pages, if that has not begun yet."""
+        if self.kept_logprobs is None:
+            self.kept_logprobs = KeptLogprobs(self.num_total, self.page_size)
+        return self.kept_logprobs
 
     def pin(
         self,
@@ -243,7 +254,7 @@ class PrefixCache:
         ceil(tokens / page_size) ids, of which those under the lock are the tree's and the others private.
         Where the tree has a page for the same tokens already, ours is freed and the returned table names the tree's.
         With `enabled=False` the table comes back unchanged. num_copied: tokens of the match's head that the request has
-        copied, for the statistics.
+        copied, for the statistics; less those of the match that it computes all the same.
         """
         top = lock.node
         assert top is not None, "this lock has been unlocked already"

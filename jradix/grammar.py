@@ -42,7 +42,8 @@ class Grammars:
         """
         from llguidance import LLTokenizer  # its 70 ms are for those who need it
 
-        self._vocab_size, self._all_bits = vocab_size, _bits(slice(vocab_size), vocab_size)
+        self._vocab_size = vocab_size
+        self._model_bits = _bits([i for i in range(vocab_size) if i != end_id], vocab_size)
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=max(end_id + 1, vocab_size), eos_token=end_id)
         except ValueError as error:
@@ -63,7 +64,7 @@ class Grammars:
             if source is not None:
                 matcher = self._compiled(field, source).deep_copy()
                 stop_bits = _bits([i for i in stop_ids if i < self._vocab_size], self._vocab_size)
-                constraint = Constraint(matcher, stop_bits, self._all_bits & ~stop_bits)
+                constraint = Constraint(matcher, stop_bits, self._model_bits & ~stop_bits)
                 if constraint.finished:
                     reason = constraint.error or "the empty output is all that it allows"
                     raise ValueError(f"{field} allows no token of this model at the start: {reason}")
@@ -169,7 +170,7 @@ def _message(matcher: "LLMatcher") -> str:
     return matcher.get_error().removesuffix("<non-verbose/>").strip()
 
 
-def _bits(ids: Sequence[int] | slice, size: int) -> npt.NDArray[np.uint32]:
+def _bits(ids: Sequence[int], size: int) -> npt.NDArray[np.uint32]:
     """A bitmask of `size` ids, in words of 32."""
     flags = np.zeros(-(-size // 32) * 32, np.bool_)
     flags[ids] = True

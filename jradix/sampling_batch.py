@@ -16,7 +16,7 @@ from jradix.logit_processor import LogitProcessor, ProcessedRows, packed_process
 from jradix.logits import Penalties, mask_words
 from jradix.logprobs import logprob_width
 from jradix.packing import viewed
-from jradix.request import Request
+from jradix.request import Request, RequestState
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.sampling_params import MAX_BIASES
 from jradix.schedule_plan import PlannedRow, StepPlan
@@ -267,8 +267,21 @@ def build_prompt_logprobs(plan: StepPlan, shape: StepShape, max_tokens: int) -> 
     return PromptLogprobInputs(spans, tokens, given)
 
 
+def build_mask(plan: StepPlan, shape: StepShape, vocab_size: int) -> npt.NDArray[np.uint32]:
+    """Which tokens each row may sample, for `SamplingInputs.mask`: what its grammar allows, or all.
+
+    Call it when all earlier tokens of the rows with a grammar have been collected.
+    """
+    mask = allow_all(shape.rows, vocab_size)
+    for index, row in zip(row_indices(plan, shape), plan.rows, strict=True):
+        request = row.request
+        if row.samples and request.constraint is not None and request.state is not RequestState.FINISHED:
+            request.constraint.fill(mask[index])
+    return mask
+
+
 def allow_all(num_rows: int, vocab_size: int) -> npt.NDArray[np.uint32]:
-    """A mask that allows every token, for `SamplingInputs.mask`; rows with a grammar write theirs over it."""
+    """A mask that allows every token."""
     return np.full((num_rows, mask_words(vocab_size)), 0xFFFFFFFF, np.uint32)
 
 

@@ -10,7 +10,7 @@ type Entry = tuple[float | None, int, str | None]
 """Log-probability, token id, and the token's text if asked for. A prompt's first token has no log-probability."""
 
 
-class Rows(Protocol):
+class LogprobRows(Protocol):
     """Log-probabilities of `n` tokens, see `logprobs.Logprobs`."""
 
     @property
@@ -77,7 +77,7 @@ class TokenLogprobs:
         self._prompt[first : first + count] = values[:count]
         self.first_unknown += count
 
-    def take_prompt(self, position: int, rows: Rows) -> None:
+    def take_prompt(self, position: int, rows: LogprobRows) -> None:
         """Take those of the prompt's tokens from `position` on."""
         first = position - self.start
         self._prompt[first : first + len(rows.chosen)] = rows.chosen
@@ -85,7 +85,7 @@ class TokenLogprobs:
             self._prompt_top[first + index] = self._top_of(rows, index)
             self._prompt_given[first + index] = self._given_of(rows, index)
 
-    def take_output(self, rows: Rows, index: int) -> None:
+    def take_output(self, rows: LogprobRows, index: int) -> None:
         """Take those of the next output token, which are `rows[index]`."""
         self._output.append(float(rows.chosen[index]))
         self._output_top.append(self._top_of(rows, index))
@@ -115,9 +115,9 @@ class TokenLogprobs:
             meta["output_token_ids_logprobs"] = entries(self._output_given[:count])
         return meta
 
-    def _top_of(self, rows: Rows, index: int) -> list[tuple[float, int]]:
+    def _top_of(self, rows: LogprobRows, index: int) -> list[tuple[float, int]]:
         pairs = zip(rows.top[index, : self.num_top].tolist(), rows.top_ids[index].tolist(), strict=False)
         return [pair for pair in pairs if pair[1] >= 0]
 
-    def _given_of(self, rows: Rows, index: int) -> list[tuple[float, int]]:
+    def _given_of(self, rows: LogprobRows, index: int) -> list[tuple[float, int]]:
         return list(zip(rows.given[index].tolist(), self.given_ids, strict=False))

@@ -4,13 +4,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from math import ceil
 from queue import SimpleQueue
 from typing import Any, Self, Unpack, get_args
 
+import numpy as np
 from tqdm import tqdm
 
 from jradix import mesh, startup
@@ -146,6 +147,40 @@ class Engine:
             finished[result.pop("index", 0)] = result
         return finished[0] if single else finished
 
+    def score(
+        self,
+        prompt: str | TokenIds,
+        continuations: Sequence[str | TokenIds],
+        *,
+        cache_salt: str | int | None = None,
+    ) -> list[dict[str, Any]]:
+        """How likely the model finds each continuation after the prompt, which is computed once. Generates nothing.
+
+        Texts are tokenized apart from each other; give token ids where the model would join tokens at the seam.
+
+        Returns:
+            For each: `logprob`, the sum over its tokens, `token_logprobs` and `token_ids`, `is_greedy`, whether each
+            of its tokens is the likeliest, and `cached_tokens`.
+
+        Raises:
+            ValueError: there is no continuation, one of them is empty, or does not fit.
+        """
+        if isinstance(continuations, str) or not len(continuations):
+            raise ValueError(
+                f"continuations must be a list of texts or of lists of ids, not empty, got {continuations!r}"
+            )
+        prompt_ids = self._submission.token_ids(prompt)
+        each = [self._submission.token_ids(continuation, begins=False) for continuation in continuations]
+        results = self.generate(
+            input_ids=[np.concatenate([prompt_ids, ids]) for ids in each],
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=len(prompt_ids),
+            top_logprobs_num=1,
+            cache_salt=cache_salt,
+        )
+        return [_score(result["meta_info"]) for result in results]
+
     def abort_request(self, rid: str) -> bool:
         """End a live request; its result has finish reason "abort". False if no such request is alive."""
         if not isinstance(rid, str):
@@ -245,20 +280,22 @@ class Engine:
         if len(requests) <= self.config.max_running_requests or not self.cache.enabled:
             return None
         cached_lens, output_share = self._loop.call(partial(self._core.forecast, requests))
-        return plan_batch(
-            [request.prompt_ids for request in requests],
-            [request.namespace for request in requests],
-            [ceil(request.max_new_tokens * output_share) for request in requests],
-            Capacity(
-                num_pages=self.cache.num_total,
-                page_size=self.cache.page_size,
-                granularity=self.cache.granularity,
-                max_running_requests=self.config.max_running_requests,
-                chunked_prefill_size=self.config.chunked_prefill_size,
-                eviction_policy=self.config.radix_eviction_policy,
-            ),
-            cached_lens,
+        output_lens = [ceil(request.max_new_tokens * output_share) for request in requests]
+        capacity = Capacity(
+            num_pages=self.cache.num_total,
+            page_size=self.cache.page_size,
+            granularity=self.cache.granularity,
+            max_running_requests=self.config.max_running_requests,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            eviction_policy=self.config.radix_eviction_policy,
         )
+        prompts = [request.prompt_ids for request in requests]
+        plan = plan_batch(prompts, [request.namespace for request in requests], output_lens, capacity, cached_lens)
+        kept_tokens = plan.prompt_tokens - plan.bound + sum(output_lens) + len(requests) * self.cache.page_size
+        if kept_tokens <= self.cache.num_total * self.cache.page_size:
+            # Nothing is evicted in any order, and neighbours cannot copy the page that one of them is filling.
+            return replace(plan, order=np.arange(len(requests)), predicted=plan.bound)
+        return plan
 
     def _stream(self, requests: list[Request], single: bool) -> Iterator[dict[str, Any]]:
         """Yield each output's state when it has changed; abort them if the caller stops iterating.
@@ -301,3 +338,16 @@ class Engine:
 
     def _abandon(self, outputs: list[Output]) -> None:
         self._loop.post(partial(self._core.abandon, outputs))
+
+
+def _score(meta: dict[str, Any]) -> dict[str, Any]:
+    """One item of `Engine.score`."""
+    logprobs = [value for value, _, _ in meta["input_token_logprobs"]]
+    token_ids = [token_id for _, token_id, _ in meta["input_token_logprobs"]]
+    return {
+        "logprob": sum(logprobs),
+        "token_logprobs": logprobs,
+        "token_ids": token_ids,
+        "is_greedy": token_ids == [top[0][1] for top in meta["input_top_logprobs"]],
+        "cached_tokens": meta["cached_tokens"],
+    }

@@ -84,6 +84,14 @@ class Submission:
                 output_ids=[],
             )
 
+    def token_ids(self, text: str | TokenIds, *, begins: bool = True) -> npt.NDArray[np.int32]:
+        """The checked ids of a text or of ids; `begins`: with what the model wants at the beginning of a text."""
+        if not isinstance(text, str):
+            return self._checked(text)
+        if self._tokenizer is None:
+            raise ValueError("a text needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
+        return self._checked(self._tokenizer.encode(text, add_special_tokens=begins))
+
     def _prompts(
         self, prompt: str | Sequence[str] | None, input_ids: TokenIds | Sequence[TokenIds] | None
     ) -> tuple[list[npt.NDArray[np.int32]], bool]:
@@ -102,7 +110,7 @@ class Submission:
         texts: Any = [prompt] if isinstance(prompt, str) else prompt
         if not is_sequence(texts) or not len(texts) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"prompt must be a string or a list of strings, not empty, got {prompt!r}")
-        return [self._checked(self._tokenizer.encode(text)) for text in texts], single
+        return [self.token_ids(text) for text in texts], single
 
     def _checked(self, token_ids: Any) -> npt.NDArray[np.int32]:
         if not is_sequence(token_ids):

@@ -2,12 +2,13 @@
 served.
 
     python scripts/bench_schedule.py --json schedule.json
-    python scripts/bench_schedule.py --policies fcfs lpm --repeats 5
+    python scripts/bench_schedule.py --policies fcfs lpm dfs-weight --repeats 5
 
 Each task has examples of its own, and its questions come in random order among those of the other tasks. The pool holds
-a few requests only. Every policy runs the batch as it is, on an engine of its own; *reordered* is
-`plan_batch`'s order under fcfs. All ways alternate in one process, each run begins with an empty cache, and a run in
-which something was compiled is repeated. Prompts are random token ids, outputs greedy and of exact length.
+a few requests only. Every policy streams the requests in the order in which they are given, on an engine of its own;
+*reordered* is `generate` with the whole batch, which reorders it, under fcfs. All ways alternate in one process, each
+run begins with an empty cache, and a run in which something was compiled is repeated. Prompts are random token ids,
+outputs greedy and of exact length.
 
 *computed* are the prompt tokens that were not cached. *ratio* is the first way's seconds over this one's, the median
 over rounds, since other programs may slow down some of them. *predicted* is what the simulation without a model expects
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from bench_engine import TokenIds, add_engine_options, describe, exactly, make_engine, random_tokens
@@ -70,19 +72,22 @@ class Way:
 
     name: str
     engine: Engine
-    order: list[int]
     predicted_hit_rate: float | None  # None: the prediction knows fcfs only
     seconds: list[float] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)
 
     def run(self, prompts: Sequence[TokenIds], output_len: int) -> None:
         """Once, or again if anything had to be compiled."""
-        in_order = [prompts[index] for index in self.order]
+        arguments: Any = {"input_ids": prompts, "sampling_params": exactly(output_len)}
         while True:
             num_compiled = self.engine.runner.num_compiled
             self.engine.flush_cache()
             start = time.perf_counter()
-            results = self.engine.generate(input_ids=in_order, sampling_params=exactly(output_len))
+            if self.name == REORDERED:
+                results = self.engine.generate(show_progress=False, **arguments)
+            else:
+                stream = self.engine.generate(stream=True, **arguments)
+                results = [result for result in stream if result["meta_info"]["finish_reason"] is not None]
             seconds = time.perf_counter() - start
             if self.engine.runner.num_compiled == num_compiled:
                 self.seconds.append(seconds)
@@ -130,8 +135,8 @@ def make_ways(options: argparse.Namespace, load: Load) -> tuple[list[Way], list[
     namespaces, output_lens = [None] * len(prompts), [load.output_len] * len(prompts)
     plan = plan_batch(prompts, namespaces, output_lens, capacity)
     predicted = sum(simulate_hits(prompts, namespaces, output_lens, capacity, given)) / plan.prompt_tokens
-    ways = [Way(policy, engines[policy], given, predicted if policy == "fcfs" else None) for policy in options.policies]
-    ways.append(Way(REORDERED, engine, plan.order.tolist(), plan.predicted / plan.prompt_tokens))
+    ways = [Way(policy, engines[policy], predicted if policy == "fcfs" else None) for policy in options.policies]
+    ways.append(Way(REORDERED, engine, plan.predicted / plan.prompt_tokens))
     return ways, prompts, plan
 
 
@@ -172,7 +177,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser)
     parser.set_defaults(chunked_prefill_size=64)  # few shapes, soon compiled
-    parser.add_argument("--policies", nargs="+", default=["fcfs"], help="values of schedule_policy")
+    parser.add_argument("--policies", nargs="+", default=["fcfs", "lpm"], help="values of schedule_policy")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and their order")
     parser.add_argument("--quick", action="store_true", help="a small load, for tests")

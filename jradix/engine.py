@@ -294,7 +294,7 @@ class Engine:
         kept_tokens = plan.prompt_tokens - plan.bound + sum(output_lens) + len(requests) * self.cache.page_size
         if kept_tokens <= self.cache.num_total * self.cache.page_size:
             # Nothing is evicted in any order, and neighbours cannot copy the page that one of them is filling.
-            return replace(plan, order=np.arange(len(requests)), predicted=plan.bound)
+            return replace(plan, order=np.arange(len(requests)))
         return plan
 
     def _stream(self, requests: list[Request], single: bool) -> Iterator[dict[str, Any]]:

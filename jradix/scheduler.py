@@ -99,7 +99,7 @@ class Scheduler:
         )
         self._free_slots = list(range(max_running_requests))[::-1]
         self._filling: set[int] = set()  # pages that extend rows of the plan in the making write
-        self._estimate = OutputEstimate()
+        self.estimate = OutputEstimate()
         self._rng, self._clock = random.Random(random_seed), clock
         self.num_retractions = 0
 
@@ -145,7 +145,7 @@ class Scheduler:
                 self._retract_for_pages()
                 return self.plan(in_flight=in_flight)
             return None
-        self._estimate.step()
+        self.estimate.step()
         for row in plan.rows:
             row.request.computed_len = row.start + row.num_tokens
             row.request.num_sampled += row.samples
@@ -155,7 +155,7 @@ class Scheduler:
         """End a request: what it computed stays in the cache, everything else is given back."""
         request.finish_reason = reason
         if request.output_ids and reason.type != "abort":
-            self._estimate.finished(len(request.output_ids), request.max_new_tokens)
+            self.estimate.finished(len(request.output_ids), request.max_new_tokens)
         if request.state is RequestState.RUNNING:
             # The step in flight may be computing the KV of the last sampled token; steps run in order, so its pages
             # can be handed out again at once.
@@ -180,7 +180,7 @@ class Scheduler:
             waiting,
             cache=self.cache,
             running=self.running,
-            output_share=self._estimate.share,
+            output_share=self.estimate.share,
             now=self._clock(),
             rng=self._rng,
         )
@@ -263,7 +263,7 @@ class Scheduler:
 
     def _fits(self, request: Request, match: Match, ended: Sequence[Request] = ()) -> bool:
         """Whether the pool has room for a waiting request and those running, if those in `ended` did not run."""
-        need = self._pages_for(self._estimate.reserved_len(request)) - len(match.pages)
+        need = self._pages_for(self.estimate.reserved_len(request)) - len(match.pages)
         need += sum(self._expected_pages(other) for other in self.running if other not in ended)
         room = self.cache.num_allocatable_beside(match, [_held(other) for other in ended])
         room += sum(other.num_pages - _held(other).num_tokens // self.page_size for other in ended)
@@ -363,7 +363,7 @@ class Scheduler:
         request = min(reversed(self.running), key=lambda other: other.priority)
         self._retract(request)
         self.waiting.put_first(request)
-        self._estimate.retracted()
+        self.estimate.retracted()
 
     def _retract(self, request: Request) -> None:
         """Take a running request's pages back, for the caller to queue it; what it computed becomes evictable."""
@@ -384,7 +384,7 @@ class Scheduler:
         return self.page_tables[request.slot, : request.num_pages].tobytes()
 
     def _expected_pages(self, request: Request) -> int:
-        return max(0, self._pages_for(self._estimate.reserved_len(request)) - request.num_pages)
+        return max(0, self._pages_for(self.estimate.reserved_len(request)) - request.num_pages)
 
     def _decodes(self, request: Request) -> bool:
         return request.wants_step and request.seq_len - request.computed_len == 1

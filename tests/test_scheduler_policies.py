@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from jradix.config import SchedulePolicy
-from jradix.request import Request, RequestState
-from jradix.schedule_estimate import CAUTION_STEPS
+from jradix.request import FinishReason, Request, RequestState
+from jradix.schedule_estimate import CAUTION_STEPS, OutputEstimate
 from jradix.schedule_queue import OLDEST_TURN, QueueFullError
 from tests.paper_device import VOCAB, PaperDevice
 
@@ -229,3 +229,42 @@ def test_after_pressure_has_ended_the_batch_is_soon_back_to_its_size() -> None:
         load(pressed)
         pressed.step()
     assert max(pressed.batch_sizes[-60:]) >= max(fresh.batch_sizes)
+
+
+def test_a_retraction_makes_admission_careful_and_only_those_that_end_by_themselves_teach() -> None:
+    device = PaperDevice(num_pages=16, page_size=4, chunk=64)
+    device.scheduler.finish(device.add([1, 2], 0), FinishReason("length", length=0))
+    aborted = device.add([3, 2], 40)
+    device.step()
+    device.collect_all()
+    device.abort(aborted)
+    before = device.scheduler.estimate.reserved, device.scheduler.estimate.share
+    assert before == (OutputEstimate().reserved, OutputEstimate().share)
+    for i in range(6):
+        device.add([i * 3 + 1, 2, 3, 4, 5], max_new_tokens=30)
+    while not device.scheduler.num_retractions:
+        device.step()
+    assert device.scheduler.estimate.reserved > before[0]
+    assert device.scheduler.estimate.share == before[1]
+    device.run()
+    assert device.scheduler.estimate.share > before[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_at_most_one_prompt_is_under_way_while_many_run_that_hit_most_of_theirs(policy: SchedulePolicy) -> None:
+    device = PaperDevice(num_pages=600, page_size=4, rows=35, chunk=20, schedule_policy=policy)
+    shared = [t % VOCAB for t in range(140)]
+    device.add(shared, 1)
+    device.run()
+    for i in range(60):
+        device.add([*shared, *[i % VOCAB] * (1 + i % 30)], 12)
+    most = 0
+    while device.scheduler.has_work:
+        device.step()
+        most = max(most, len(device.scheduler.running))
+        under_way = [r for r in device.scheduler.running if r.seq_len - r.computed_len > 1]
+        assert len(under_way) <= 1
+    assert most > 10
+    device.collect_all()
+    device.check_outputs()
+    device.check_idle()

@@ -1,6 +1,6 @@
 """Runs the scheduler and the prefix cache without model or device: what each policy computes, and how long some wait.
 
-    python scripts/simulate_schedule.py --load few-shot --pages 512 --policies fcfs lpm dfs-weight
+    python scripts/simulate_schedule.py --load few-shot --pages 512 --policies fcfs lpm
     python scripts/simulate_schedule.py --trace prompts.jsonl --pages 512 --json outcomes.json
 
 Loads: *few-shot*: questions on tasks, each behind some of the task's examples, all waiting from the start in random

@@ -170,7 +170,9 @@ def test_more_than_may_wait_are_refused_with_the_numbers_and_those_that_ran_alre
     with pytest.raises(QueueFullError, match="1 requests are waiting and 3 more"):
         queue.require_room(3)
     drained(queue)
-    queue.require_room(3)
+    filled(queue, [0, 0, 0])
+    with pytest.raises(QueueFullError, match="3 requests are waiting and 1 more"):
+        queue.require_room(1)
     WaitingQueue().require_room(10**9)
 
 

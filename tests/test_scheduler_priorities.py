@@ -7,7 +7,7 @@ import pytest
 from jradix.request import MAX_PREEMPTIONS, Request, RequestState
 from jradix.schedule_queue import OLDEST_TURN
 from jradix.scheduler import ResultsNeededError
-from tests.paper_device import PaperDevice
+from tests.paper_device import PaperDevice, serial_output
 
 
 def device_with(num_pages: int = 60, rows: int = 3, **options: Any) -> PaperDevice:
@@ -87,6 +87,17 @@ def test_pages_shared_with_others_are_no_room() -> None:
     for _ in range(3):
         device.step()
     assert device.scheduler.num_retractions == 0
+    run_all(device)
+
+
+def test_what_a_victim_would_still_need_is_room_too() -> None:
+    device = PaperDevice(24, 4, rows=4, chunk=16, schedule_policy="priority")
+    low = device.add([1] * 80, 2)
+    device.step()
+    assert low.num_pages == 4
+    urgent = device.add([9] * 40, 2, priority=10)
+    device.step()
+    assert device.scheduler.running == [urgent]
     run_all(device)
 
 
@@ -192,5 +203,19 @@ def test_the_cache_learns_the_priority() -> None:
     device.add([1] * 20, 2, priority=7)
     device.run()
     node = device.cache.match([1] * 20).node
+    assert node is not None
+    assert node.priority == 7
+
+
+def test_the_cache_learns_the_priority_of_a_request_that_skips_what_another_has_computed() -> None:
+    device = PaperDevice(100, 4, rows=4, chunk=4)
+    first = device.add([t % 50 for t in range(20)], 40)
+    while len(first.output_ids) < 36:
+        device.step()
+    turn = [*first.prompt_ids.tolist(), *serial_output(first.prompt_ids.tolist(), 40, frozenset())]
+    second = device.add([*turn, 1, 2], 2, priority=7)
+    device.run()
+    assert second.cached_tokens > 30, "it did not skip what the first left when it ended"
+    node = device.cache.match(turn[:56]).node
     assert node is not None
     assert node.priority == 7

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jradix.packing import viewed
 from jradix.rowwise import add_up, first_ids, fixed_point, mass, ordered
 
-LOGPROB_WIDTHS = (0, 8, 32, 128)
+LOGPROB_WIDTHS = (0, 32, 128)
 """How many likeliest tokens, and as many given ones, a program reports of each row."""
 
 MAX_TOP_LOGPROBS = LOGPROB_WIDTHS[-1]

@@ -73,6 +73,7 @@ class Request:
         return_hidden_states: report the last layer's output for every token that is computed.
         num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
         group: the id under which the caller knows this request and its siblings, if it is one of several samples.
+        has_penalties, adjusts_logits: whether `params` do something to the logits before they are sampled.
         arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
     """
 
@@ -106,10 +107,17 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None
-    prompt_len: int = field(init=False)  # read several times for each row and step
+    prompt_len: int = field(init=False)  # this and the next are read several times for each row and step
+    has_penalties: bool = field(init=False)
+    adjusts_logits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_ids)
+        params = self.params
+        penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
+        self.has_penalties = penalties != (0, 0, 1)
+        processed = params.custom_logit_processor is not None
+        self.adjusts_logits = self.has_penalties or bool(params.logit_bias) or processed
 
     @property
     def seq_len(self) -> int:

@@ -100,14 +100,15 @@ def build_sampling_inputs(plan: StepPlan, shape: StepShape, max_prompt_logprobs:
     """
     every = list(zip(row_indices(plan, shape), plan.rows, strict=True))
     rows = [(index, row) for index, row in every if row.samples]
+    adjusted = [(index, row) for index, row in rows if row.request.adjusts_logits]
     return SamplingInputs(
         sampling=build_sampling(rows, shape.rows),
-        penalties=build_penalties(rows, shape.rows),
-        bias=build_bias(rows, shape.rows),
-        processors=build_processors(rows, shape.rows),
+        penalties=build_penalties(adjusted, shape.rows),
+        bias=build_bias(adjusted, shape.rows),
+        processors=build_processors(adjusted, shape.rows),
         given_ids=build_given_ids(rows, shape.rows),
         prompt_logprobs=build_prompt_logprobs(plan, shape, max_prompt_logprobs),
-        hidden_states=any(row.request.return_hidden_states for _, row in every),
+        hidden_states=any(row.request.return_hidden_states for row in plan.rows),
     )
 
 
@@ -156,7 +157,7 @@ def unpack_sampling(packed: Any) -> SamplingArrays:
 
 def build_penalties(rows: IndexedRows, num_rows: int) -> PenaltyInputs | None:
     """Each row's penalties, and the counts of requests that sample for the first time since they have their slot."""
-    penalized = [(index, row) for index, row in rows if _has_penalties(row.request)]
+    penalized = [(index, row) for index, row in rows if row.request.has_penalties]
     if not penalized:
         return None
     packed = np.zeros((5, num_rows), np.int32)
@@ -203,8 +204,8 @@ def build_bias(rows: IndexedRows, num_rows: int) -> Ints | None:
     packed[0] = INT32_MAX
     values: Any = viewed(packed[1], np.float32)
     for index, bias in biased:
-        packed[0, index, : len(bias)] = list(bias)
-        values[index, : len(bias)] = list(bias.values())
+        packed[0, index, : len(bias)] = np.fromiter(bias, np.int32, len(bias))
+        values[index, : len(bias)] = np.fromiter(bias.values(), np.float32, len(bias))
     return packed
 
 
@@ -287,11 +288,6 @@ def allow_all(num_rows: int, vocab_size: int) -> npt.NDArray[np.uint32]:
 
 def _width(every: Iterable[TokenLogprobs]) -> int:
     return max(logprob_width(asked.num_top, len(asked.given_ids)) for asked in every)
-
-
-def _has_penalties(request: Request) -> bool:
-    params = request.params
-    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
 
 
 def _plainly_greedy(row: PlannedRow) -> bool:

@@ -13,12 +13,13 @@ import pytest
 from jradix.aot import TARGETS, Target, copied_shapes
 from jradix.batch import packed_len
 from jradix.config import StepShape
+from jradix.logits import penalize
 from jradix.model.config import ModelConfig
 from jradix.model.weights import abstract_transformer
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
-from jradix.pallas.ops import Kernels, choose
-from jradix.runner import jit_copies, jit_forward
+from jradix.pallas.ops import XLA, Kernels, choose
+from jradix.runner import jit_copies, jit_forward, jit_prompt_logprobs
 
 LAYERS = 4
 WIDE = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": 128, "intermediate_size": 512}
@@ -59,6 +60,28 @@ def test_a_step_updates_the_pool_in_place(target: Target, kind: str, tiny_path: 
         assert memory.alias_size_in_bytes == pool_bytes
         assert memory.temp_size_in_bytes < pool_bytes / 8
         assert all(prod(sizes) < prod(pool.shape) / 8 for sizes in copied_shapes(program))
+
+
+def test_prompts_need_the_memory_of_one_block_of_logits_and_counts_stay_where_they_are(
+    target: Target, tiny_path: Callable[[str], Path]
+) -> None:
+    tokens, block, vocab, rows = 1024, 128, 32_000, 16
+    fields = json.loads((tiny_path("llama") / "config.json").read_text()) | WIDE | {"vocab_size": vocab}
+    model = abstract_transformer(ModelConfig.from_hf(fields), dtype=jnp.bfloat16, layer_loop="scan")
+    _, parameters = jit_forward(model, PAGES, XLA)
+    hidden = jax.ShapeDtypeStruct((tokens, WIDE["hidden_size"]), jnp.bfloat16)
+    ids, given = jax.ShapeDtypeStruct((2, tokens), jnp.int32), jax.ShapeDtypeStruct((tokens, 32), jnp.int32)
+    memory = target.compile(jit_prompt_logprobs(model, block), parameters, hidden, ids, given).memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 6 * block * vocab * 4 < tokens * vocab * 4
+
+    counts, packed = jax.ShapeDtypeStruct((65, vocab), jnp.int32), jax.ShapeDtypeStruct((5, rows), jnp.int32)
+    logits, next_tokens = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), jax.ShapeDtypeStruct((65,), jnp.int32)
+    program = target.compile(jax.jit(penalize, donate_argnums=1), logits, counts, next_tokens, packed)
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= prod(counts.shape) * 4
+    assert memory.temp_size_in_bytes < prod(counts.shape) * 4 / 2
 
 
 @pytest.mark.parametrize("joined", [True, False])

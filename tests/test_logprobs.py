@@ -110,9 +110,8 @@ def test_packed_numbers_come_back_as_they_were(width: int) -> None:
 
 
 def test_the_width_holds_top_and_given_and_is_never_more_than_it_must_be() -> None:
-    assert [logprob_width(*pair) for pair in ((0, 0), (1, 0), (0, 8), (9, 2), (2, 33), (128, 128))] == [
-        *(0, 8, 8, 32, 128, 128)
-    ]
+    pairs = [(0, 0), (1, 0), (0, 32), (33, 2), (2, 128), (128, 128)]
+    assert [logprob_width(*pair) for pair in pairs] == [0, 32, 32, 128, 128, 128]
 
 
 def head_of(hidden_size: int, vocab: int) -> Callable[[jax.Array], jax.Array]:

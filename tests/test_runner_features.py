@@ -119,7 +119,7 @@ def penalized_greedily(engine: Engine, prompt: list[int], count: int, params: di
 
 ASKS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
-    {"presence_penalty": 0.8, "logit_bias": {17: 2.5, 201: -100.0}},
+    {"presence_penalty": 0.8, "repetition_penalty": 1.5, "logit_bias": {17: 2.5, 201: -100.0}},
     {},
     {"frequency_penalty": 1.7},
     {"repetition_penalty": 0.9, "presence_penalty": -0.5},

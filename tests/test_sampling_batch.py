@@ -186,10 +186,10 @@ def test_the_width_of_log_probabilities_holds_the_most_that_a_row_asks_for() -> 
     plain = inputs(row(1, 11, 1, outputs=2, report={})).given_ids
     assert plain is not None
     assert plain.shape == (6, 0)
-    wide = {"num_top": 9, "given_ids": (5, 6)}
+    wide = {"num_top": 33, "given_ids": (5, 6)}
     ids = inputs(row(1, 11, 1, outputs=2), row(2, 11, 1, outputs=2, report=wide)).given_ids
     assert ids is not None
-    assert ids.shape == (6, 32)
+    assert ids.shape == (6, 128)
     assert ids[1, :3].tolist() == [5, 6, -1]
     assert (np.delete(ids, 1, 0) == -1).all()
 
@@ -206,7 +206,7 @@ def test_prompt_tokens_follow_those_that_the_step_computes() -> None:
     assert built.tokens.shape == (2, MAX_PROMPT_LOGPROBS)
     assert built.tokens[:, :6].tolist() == [[3, 4, 5, 6, 10, 11], [4, 5, 6, 7, 208, 209]]
     assert (built.tokens[1, 6:] == -1).all()
-    assert built.given_ids.shape == (MAX_PROMPT_LOGPROBS, 8)
+    assert built.given_ids.shape == (MAX_PROMPT_LOGPROBS, 32)
     assert built.given_ids[:, 0].tolist() == [8] * 4 + [-1] * 12
 
 

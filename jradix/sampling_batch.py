@@ -16,7 +16,7 @@ from jradix.logit_processor import LogitProcessor, ProcessedRows, packed_process
 from jradix.logits import Penalties, mask_words
 from jradix.logprobs import logprob_width
 from jradix.packing import viewed
-from jradix.request import Request, RequestState
+from jradix.request import RequestState
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.sampling_params import MAX_BIASES
 from jradix.schedule_plan import PlannedRow, StepPlan

@@ -5,12 +5,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jradix.config import EngineConfig
+    from jradix.delivery import StepFailedError
     from jradix.engine import Engine
+    from jradix.logit_processor import ProcessorRow
+    from jradix.loop import ShutDownError
     from jradix.sampling_params import SamplingParams
+    from jradix.schedule_queue import QueueFullError
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "ProcessorRow",
+    "QueueFullError",
+    "SamplingParams",
+    "ShutDownError",
+    "StepFailedError",
+]
 
-_HOMES = {"Engine": "jradix.engine", "EngineConfig": "jradix.config", "SamplingParams": "jradix.sampling_params"}
+_HOMES = {
+    "Engine": "jradix.engine",
+    "EngineConfig": "jradix.config",
+    "ProcessorRow": "jradix.logit_processor",
+    "QueueFullError": "jradix.schedule_queue",
+    "SamplingParams": "jradix.sampling_params",
+    "ShutDownError": "jradix.loop",
+    "StepFailedError": "jradix.delivery",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from jradix.config import Buckets, StepShape
 from jradix.model.attention import AttentionInputs
 from jradix.pallas.ops import XLA, Kernels
 from jradix.request import Request
-from jradix.scheduler import StepPlan
+from jradix.schedule_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-SchedulePolicy = Literal["fcfs"]
+SchedulePolicy = Literal[
+    "fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn", "shortest-prefill-first", "priority", "routing-key"
+]
 EvictionPolicy = Literal["adaptive", "fifo", "filo", "lfu", "lru", "mru", "priority", "slru"]
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "bfloat16", "float32"]
@@ -31,6 +33,9 @@ class EngineConfig:
         max_running_requests: the most requests that decode at once.
         chunked_prefill_size: the most prompt tokens of one step; longer prompts are computed in chunks.
         schedule_policy: which waiting request goes first.
+        priority_scheduling_preemption_threshold: under policy "priority", a request that finds no room takes that of
+            running ones whose priority is lower by at least this.
+        max_queued_requests: the most requests that wait; more are refused. None: no limit.
         radix_eviction_policy: which cached pages are given up first.
         disable_radix_cache: never reuse KV between requests.
         min_copied_tokens: where a cached prefix ends inside a page, the page is copied if at least so many of its
@@ -54,6 +59,8 @@ class EngineConfig:
     max_running_requests: int = 64
     chunked_prefill_size: int = 512
     schedule_policy: SchedulePolicy = "fcfs"
+    priority_scheduling_preemption_threshold: int = 10
+    max_queued_requests: int | None = None
     radix_eviction_policy: EvictionPolicy = "lru"
     disable_radix_cache: bool = False
     min_copied_tokens: int | None = 1
@@ -75,12 +82,18 @@ class EngineConfig:
             ("page_size", 1),
             ("max_running_requests", 1),
             ("chunked_prefill_size", 1),
+            ("priority_scheduling_preemption_threshold", 1),
             ("tp_size", 1),
             ("random_seed", 0),
         ):
             _require(_is_int(getattr(self, name), limit), self, name, f"an integer of at least {limit}")
         _require(self.chunked_prefill_size <= MAX_CHUNK, self, "chunked_prefill_size", f"at most {MAX_CHUNK}")
-        for name, limit in (("context_length", 2), ("max_total_tokens", self.page_size), ("min_copied_tokens", 1)):
+        for name, limit in (
+            ("context_length", 2),
+            ("max_total_tokens", self.page_size),
+            ("max_queued_requests", 1),
+            ("min_copied_tokens", 1),
+        ):
             value = getattr(self, name)
             _require(value is None or _is_int(value, limit), self, name, f"None or an integer of at least {limit}")
         fraction = self.mem_fraction_static

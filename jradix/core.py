@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 import jax
 
-from jradix.batch import build_arrays, build_copies, row_indices, step_shape
+from jradix.batch import build_arrays, build_copies, first_tokens, row_indices, step_shape
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.config import EngineConfig, StepShape
 from jradix.output import Output
 from jradix.request import FinishReason, Request, RequestState
-from jradix.runner import LaunchedStep
-from jradix.sampling_batch import build_sampling_inputs
-from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
+from jradix.runner import Collected, LaunchedStep
+from jradix.sampling_batch import SamplingInputs, build_mask, build_sampling_inputs
+from jradix.schedule_plan import StepPlan
+from jradix.scheduler import ResultsNeededError, Scheduler
 from jradix.startup import Parts
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -26,6 +27,7 @@ PauseMode = Literal["retract", "in_place", "abort"]
 class _InFlight:
     plan: StepPlan
     shape: StepShape
+    inputs: SamplingInputs
     launched: LaunchedStep
 
 
@@ -42,7 +44,7 @@ class Core:
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         self.config, self.runner, self.buckets, self.layout = config, parts.runner, parts.buckets, parts.layout
-        self._context_length = parts.context_length
+        self._context_length, self._vocab_size = parts.context_length, parts.model_config.vocab_size
         self.paused = False
         self.weight_version = 0
         self.outputs: dict[str, Output] = {}  # of live requests
@@ -74,14 +76,28 @@ class Core:
                     f"rid {output.request.id!r} belongs to a request that is still running: choose another"
                 )
             self.scheduler.validate(output.request)
+            if output.request.params.custom_logit_processor is not None:
+                self.runner.register_processor(output.request.params.custom_logit_processor)
+        self.scheduler.require_room(len(outputs))
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
             self.scheduler.add(request)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.id, output))
-            if request.max_new_tokens == 0:
+            if request.max_new_tokens == 0 and not request.wants_prompt:
                 self._finish(request, FinishReason("length", length=0))
+
+    def forecast(self, requests: Sequence[Request]) -> tuple[list[int] | None, float]:
+        """What helps to plan a batch: tokens cached of each prompt, and the share of `max_new_tokens` that is used.
+
+        The first is None while others run, for whom this would be a pause.
+        """
+        cached_lens = None
+        if not self.outputs and self.cache.num_evictable:
+            matches = (self.cache.match(request.prompt_ids[:-1], request.namespace) for request in requests)
+            cached_lens = [match.num_tokens + match.head_len for match in matches]
+        return cached_lens, self.scheduler.estimate.share
 
     def abort(self, rid: str) -> bool:
         """End the live requests of this id, or of this group; False if there are none."""
@@ -208,26 +224,52 @@ class Core:
         copies = build_copies(plan, self.runner.max_copies)
         forward = self.runner.launch_forward(shape, arrays, copies)
         inputs = build_sampling_inputs(plan, shape, self.runner.max_prompt_logprobs)
-        self._in_flight.append(_InFlight(plan, shape, self.runner.launch_sampling(forward, inputs)))
+        if any(row.samples and row.request.constraint is not None for row in plan.rows):
+            self._collect_all()  # which tokens may follow depends on them; the device has the forward pass to do
+            inputs.mask = build_mask(plan, shape, self._vocab_size)
+        self._in_flight.append(_InFlight(plan, shape, inputs, self.runner.launch_sampling(forward, inputs)))
 
     def _collect_all(self) -> None:
         while self._in_flight:
             self._collect()
 
     def _collect(self) -> None:
-        """Take the oldest step's tokens and end the requests that they complete."""
+        """Take the oldest step's results and end the requests that they complete."""
         step = self._in_flight.popleft()
-        tokens = self.runner.collect(step.launched).tokens.tolist()
+        results = self.runner.collect(step.launched)
         now = time.perf_counter()
+        self._take_prompt_results(step, results)
         for index, row in zip(row_indices(step.plan, step.shape), step.plan.rows, strict=True):
             request = row.request
-            if not row.samples or request.state is RequestState.FINISHED:
+            if request.state is RequestState.FINISHED:
                 continue  # it ended while this step was in flight: the token is one too many
+            if not row.samples:
+                if request.max_new_tokens == 0 and row.start + row.num_tokens == request.prompt_len:
+                    self._finish(request, FinishReason("length", length=0))
+                continue
             if request.first_token_time is None:
                 request.first_token_time = now
-            reason = self.outputs[request.id].append(tokens[index])
+            reason = self.outputs[request.id].append(int(results.tokens[index]), results.logprobs, index)
+            if request.logprobs is not None and results.logprobs is not None:
+                position = request.prompt_len + len(request.output_ids) - 1
+                self.scheduler.keep_logprobs(request, position, results.logprobs.chosen[index : index + 1])
             if reason is not None:
                 self._finish(request, reason)
+
+    def _take_prompt_results(self, step: _InFlight, results: Collected) -> None:
+        """Log-probabilities of prompt tokens, and hidden states, to the outputs of the requests that wait for them."""
+        if results.prompt_logprobs is not None and step.inputs.prompt_logprobs is not None:
+            for row, position, offset, num_tokens in step.inputs.prompt_logprobs.spans:
+                request = step.plan.rows[row].request
+                if request.state is not RequestState.FINISHED:
+                    found = results.prompt_logprobs.part(offset, offset + num_tokens)
+                    self.outputs[request.id].take_prompt_logprobs(position, found)
+                    self.scheduler.keep_logprobs(request, position, found.chosen)
+        if results.hidden is not None:
+            for first, row in zip(first_tokens(step.plan, step.shape), step.plan.rows, strict=True):
+                if row.request.return_hidden_states and row.request.state is not RequestState.FINISHED:
+                    hidden = results.hidden[first : first + row.num_tokens]
+                    self.outputs[row.request.id].take_hidden_states(row.start, hidden)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
@@ -268,4 +310,8 @@ class Core:
             chunked_prefill_size=self.config.chunked_prefill_size,
             max_extend_rows=self.buckets.extend_rows[-1],
             context_length=self._context_length,
+            schedule_policy=self.config.schedule_policy,
+            preemption_threshold=self.config.priority_scheduling_preemption_threshold,
+            max_queued_requests=self.config.max_queued_requests,
+            random_seed=self.config.random_seed,
         )

@@ -4,12 +4,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
+from math import ceil
 from queue import SimpleQueue
 from typing import Any, Self, Unpack, get_args
 
+import numpy as np
 from tqdm import tqdm
 
 from jradix import mesh, startup
@@ -18,7 +20,10 @@ from jradix.config import EngineConfig
 from jradix.core import Core, PauseMode
 from jradix.delivery import Delivery
 from jradix.loop import Loop
+from jradix.offline import BatchPlan, plan_batch
+from jradix.offline_prediction import Capacity
 from jradix.output import Output
+from jradix.progress import BatchProgress
 from jradix.request import Request
 from jradix.scheduler import Scheduler
 from jradix.submission import Params, RequestOptions, Submission, TokenIds
@@ -83,15 +88,21 @@ class Engine:
         input_ids: TokenIds | Sequence[TokenIds] | None = None,
         *,
         stream: bool = False,
+        show_progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> Any:
         """Generate from a prompt or from many at once.
+
+        More prompts than run side by side are started in an order in which those with a common prefix follow each
+        other; results keep the order of the prompts.
 
         Args:
             prompt: text, or a list of texts.
             sampling_params: one for all prompts or a list with one for each; a dict of fields will do.
             input_ids: token ids instead of `prompt`, or a list of such.
             stream: yield results as they grow instead of returning the last.
+            show_progress: show a bar, and at the end what the prefix cache saved. None: if many prompts were given and
+                somebody is there to see it.
             options: see `RequestOptions`.
 
         Returns:
@@ -107,7 +118,7 @@ class Engine:
         """
         requests, single = self._submission.requests(prompt, input_ids, sampling_params, **options)
         if not stream:
-            return self._run(requests, single)
+            return self._run(requests, single, show_progress)
         results = self._stream(requests, single)
         next(results)  # enter it: closing a generator that never started would leave its requests alive
         return results
@@ -135,6 +146,40 @@ class Engine:
         async for result in results:
             finished[result.pop("index", 0)] = result
         return finished[0] if single else finished
+
+    def score(
+        self,
+        prompt: str | TokenIds,
+        continuations: Sequence[str | TokenIds],
+        *,
+        cache_salt: str | int | None = None,
+    ) -> list[dict[str, Any]]:
+        """How likely the model finds each continuation after the prompt, which is computed once. Generates nothing.
+
+        Texts are tokenized apart from each other; give token ids where the model would join tokens at the seam.
+
+        Returns:
+            For each: `logprob`, the sum over its tokens, `token_logprobs` and `token_ids`, `is_greedy`, whether each
+            of its tokens is the likeliest, and `cached_tokens`.
+
+        Raises:
+            ValueError: there is no continuation, one of them is empty, or does not fit.
+        """
+        if isinstance(continuations, str) or not len(continuations):
+            raise ValueError(
+                f"continuations must be a list of texts or of lists of ids, not empty, got {continuations!r}"
+            )
+        prompt_ids = self._submission.token_ids(prompt)
+        each = [self._submission.token_ids(continuation, begins=False) for continuation in continuations]
+        results = self.generate(
+            input_ids=[np.concatenate([prompt_ids, ids]) for ids in each],
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=len(prompt_ids),
+            top_logprobs_num=1,
+            cache_salt=cache_salt,
+        )
+        return [_score(result["meta_info"]) for result in results]
 
     def abort_request(self, rid: str) -> bool:
         """End a live request; its result has finish reason "abort". False if no such request is alive."""
@@ -207,21 +252,50 @@ class Engine:
         """Abort what is alive, end the thread and free the device's memory. Leaving a `with` block does it too."""
         self._loop.close()
 
-    def _run(self, requests: list[Request], single: bool) -> Any:
+    def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
         ended: SimpleQueue[Output] = SimpleQueue()
         outputs = self._outputs(requests, ended.put, each_token=False)
         delivery = Delivery(outputs, single=True)
-        try:
-            self._loop.call(partial(self._core.submit, outputs))
-            finished = {}
-            while not delivery.done:
-                output = ended.get()
-                finished[output.request.id] = delivery.take(output)
-        except BaseException:
-            self._abandon(outputs)
-            raise
-        results = [finished[request.id] for request in requests]
-        return results[0] if single else results
+        plan = self._plan_batch(requests)
+        order = range(len(outputs)) if plan is None else plan.order.tolist()
+        results: dict[str, dict[str, Any]] = {}
+        with BatchProgress(len(outputs), plan, show=show_progress) as progress:
+            try:
+                self._loop.call(partial(self._core.submit, [outputs[place] for place in order]))
+                while not delivery.done:
+                    output = ended.get()
+                    result = delivery.take(output)
+                    assert result is not None, "it was told that an output ended, and it has not"
+                    results[output.request.id] = result
+                    meta = result["meta_info"]
+                    progress.add(meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"])
+            except BaseException:
+                self._abandon(outputs)
+                raise
+        in_order = [results[request.id] for request in requests]
+        return in_order[0] if single else in_order
+
+    def _plan_batch(self, requests: list[Request]) -> BatchPlan | None:
+        """In which order to start a batch, if they cannot all run at once and the cache may help."""
+        if len(requests) <= self.config.max_running_requests or not self.cache.enabled:
+            return None
+        cached_lens, output_share = self._loop.call(partial(self._core.forecast, requests))
+        output_lens = [ceil(request.max_new_tokens * output_share) for request in requests]
+        capacity = Capacity(
+            num_pages=self.cache.num_total,
+            page_size=self.cache.page_size,
+            granularity=self.cache.granularity,
+            max_running_requests=self.config.max_running_requests,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            eviction_policy=self.config.radix_eviction_policy,
+        )
+        prompts = [request.prompt_ids for request in requests]
+        plan = plan_batch(prompts, [request.namespace for request in requests], output_lens, capacity, cached_lens)
+        kept_tokens = plan.prompt_tokens - plan.bound + sum(output_lens) + len(requests) * self.cache.page_size
+        if kept_tokens <= self.cache.num_total * self.cache.page_size:
+            # Nothing is evicted in any order, and neighbours cannot copy the page that one of them is filling.
+            return replace(plan, order=np.arange(len(requests)))
+        return plan
 
     def _stream(self, requests: list[Request], single: bool) -> Iterator[dict[str, Any]]:
         """Yield each output's state when it has changed; abort them if the caller stops iterating.
@@ -264,3 +338,16 @@ class Engine:
 
     def _abandon(self, outputs: list[Output]) -> None:
         self._loop.post(partial(self._core.abandon, outputs))
+
+
+def _score(meta: dict[str, Any]) -> dict[str, Any]:
+    """One item of `Engine.score`."""
+    logprobs = [value for value, _, _ in meta["input_token_logprobs"]]
+    token_ids = [token_id for _, token_id, _ in meta["input_token_logprobs"]]
+    return {
+        "logprob": sum(logprobs),
+        "token_logprobs": logprobs,
+        "token_ids": token_ids,
+        "is_greedy": token_ids == [top[0][1] for top in meta["input_top_logprobs"]],
+        "cached_tokens": meta["cached_tokens"],
+    }

@@ -7,8 +7,8 @@ of regular expressions, and computes for each step which tokens may follow.
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _WHITESPACE = r"\n[ \t]{0,32}| "
 """Between the parts of JSON: nothing, a space, or a line break and its indentation. llguidance's own default is any
 amount, in which a model that samples can lose itself."""
+
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+"""Where only one text may follow, allow it in any tokens. Otherwise it has to come in those that the tokenizer makes of
+it, and a tokenizer that normalizes makes them of another text."""
 
 _CACHED_GRAMMARS = 64
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -42,7 +46,8 @@ class Grammars:
         """
         from llguidance import LLTokenizer  # its 70 ms are for those who need it
 
-        self._vocab_size, self._all_bits = vocab_size, _bits(slice(vocab_size), vocab_size)
+        self._vocab_size = vocab_size
+        self._model_bits = _bits([i for i in range(vocab_size) if i != end_id], vocab_size)
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=max(end_id + 1, vocab_size), eos_token=end_id)
         except ValueError as error:
@@ -58,12 +63,12 @@ class Grammars:
             ValueError: names the field, and says with llguidance's words what does not parse or is not supported, or
                 that no output but an empty one is allowed.
         """
-        for field in ("json_schema", "regex", "ebnf"):
+        for field in _TO_LARK:
             source = getattr(params, field)
             if source is not None:
                 matcher = self._compiled(field, source).deep_copy()
                 stop_bits = _bits([i for i in stop_ids if i < self._vocab_size], self._vocab_size)
-                constraint = Constraint(matcher, stop_bits, self._all_bits & ~stop_bits)
+                constraint = Constraint(matcher, stop_bits, self._model_bits & ~stop_bits)
                 if constraint.finished:
                     reason = constraint.error or "the empty output is all that it allows"
                     raise ValueError(f"{field} allows no token of this model at the start: {reason}")
@@ -74,12 +79,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         try:
-            if field == "json_schema":
-                grammar = _json_grammar(source)
-            elif field == "regex":
-                grammar = LLMatcher.grammar_from_regex(source)
-            else:
-                grammar = LLMatcher.grammar_from_lark(_lark(source))
+            grammar = LLMatcher.grammar_from_lark(_TO_LARK[field](source) + _NO_FORCING)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         except ValueError as error:
             raise ValueError(f"{field} is refused: {error}") from error
@@ -125,10 +125,12 @@ class Constraint:
     @property
     def error(self) -> str | None:
         """Why a finished output is not a complete one: the grammar is too complex, or the vocabulary too small."""
+        if not self.finished:
+            return None
         if self._matcher.is_error():
             return f"the output cannot follow its grammar any further: {_message(self._matcher)}"
-        if self.finished and not self._matcher.is_accepting():
-            return "the output cannot follow its grammar any further: no token of the vocabulary fits"
+        if not self._matcher.is_accepting():
+            return "the output cannot follow its grammar any further: no token that may follow is left"
         return None
 
     def fork(self) -> "Constraint":
@@ -143,18 +145,21 @@ class Constraint:
         return self._following
 
 
-def _json_grammar(schema: str) -> str:
+def _json_schema(schema: str) -> str:
+    parsed = json.loads(schema)
+    if isinstance(parsed, dict):
+        parsed.setdefault("x-guidance", {"whitespace_pattern": _WHITESPACE})
+    return f"start: %json {json.dumps(parsed)}"
+
+
+def _regex(expression: str) -> str:
     from llguidance import LLMatcher
 
-    parsed = json.loads(schema)
-    sets_whitespace = not isinstance(parsed, dict) or "x-guidance" in parsed
-    return LLMatcher.grammar_from_json_schema(
-        schema, defaults=None if sets_whitespace else {"whitespace_pattern": _WHITESPACE}
-    )
+    [grammar] = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]  # it escapes what Lark would misread
+    return grammar["lark_grammar"]
 
 
-def _lark(grammar: str) -> str:
-    """GBNF as Lark; other text is Lark."""
+def _ebnf(grammar: str) -> str:
     if not _GBNF_RULE.search(grammar):
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -165,11 +170,16 @@ def _lark(grammar: str) -> str:
         raise ValueError(f"it is no GBNF: {error}") from error
 
 
+_TO_LARK: Final[dict[str, Callable[[str], str]]] = {"json_schema": _json_schema, "regex": _regex, "ebnf": _ebnf}
+
+
 def _message(matcher: "LLMatcher") -> str:
-    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+    """What is wrong, without the lines of the Lark that it is wrong in."""
+    text = re.split(r"\n +\d+ \| ", matcher.get_error())[0]
+    return text.partition("failed to compile JSON schema: ")[2] or text.removesuffix("<non-verbose/>").strip()
 
 
-def _bits(ids: Sequence[int] | slice, size: int) -> npt.NDArray[np.uint32]:
+def _bits(ids: Sequence[int], size: int) -> npt.NDArray[np.uint32]:
     """A bitmask of `size` ids, in words of 32."""
     flags = np.zeros(-(-size // 32) * 32, np.bool_)
     flags[ids] = True

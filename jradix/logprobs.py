@@ -44,6 +44,10 @@ class Logprobs(NamedTuple):
         columns = (self.chosen[:, None], self.rank[:, None], self.top, self.top_ids, self.given)
         return jnp.concatenate([viewed(column, np.int32) for column in columns], axis=1)
 
+    def part(self, start: int, stop: int) -> "Logprobs":
+        """Those of rows `[start, stop)`, on the host."""
+        return Logprobs(*(array[start:stop] for array in self))
+
     @classmethod
     def unpack(cls, packed: Any) -> "Logprobs":
         """What `packed` holds, on the host."""

@@ -5,7 +5,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from jradix.request import FinishReason, Request
+from jradix.token_logprobs import LogprobRows
 from jradix.tokenizer import Detokenizer, Tokenizer
 
 
@@ -29,11 +33,14 @@ class Output:
         """tell: called on the loop's thread, with this output, when it ends, and with `tell_each_token` as it grows."""
         self.request = request
         self.finished = False
+        self._tokenizer = tokenizer
         self.error: BaseException | None = None
         self._weight_version = 0
         self._num_certain = 0  # tokens that are not the end: whether the last is kept as text is decided by `finish`
         self._tell, self._tell_each_token = tell, tell_each_token
         self._lock = threading.Lock()
+        self._hidden: list[tuple[int, npt.NDArray[np.float32]]] = []  # of tokens from a position on, in order
+        self._hidden_end = 0
         self._text = ""
         self._num_decoded = 0
         self._detokenizer: Detokenizer | None = None
@@ -47,16 +54,35 @@ class Output:
                 skip_special_tokens=params.skip_special_tokens,
             )
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Take the next token; returns the reason if the request ends with it, which `finish` must then be told."""
+    def append(self, token_id: int, logprobs: LogprobRows | None = None, index: int = 0) -> FinishReason | None:
+        """Take the next token; returns the reason if the request ends with it, which `finish` must then be told.
+
+        logprobs: if the request asks for log-probabilities, those of the step; this token's are `logprobs[index]`.
+        """
         with self._lock:
             self.request.output_ids.append(token_id)
+            if self.request.logprobs is not None and logprobs is not None:
+                self.request.logprobs.take_output(logprobs, index)
             reason = self._reason_to_end(token_id)
             if reason is None:
                 self._num_certain += 1
         if reason is None and self._tell_each_token:
             self._tell_change()
         return reason
+
+    def take_prompt_logprobs(self, position: int, logprobs: LogprobRows) -> None:
+        """Take log-probabilities of the prompt's tokens from `position` on."""
+        assert self.request.logprobs is not None
+        with self._lock:
+            self.request.logprobs.take_prompt(position, logprobs)
+
+    def take_hidden_states(self, position: int, hidden: npt.NDArray[Any]) -> None:
+        """Take hidden states `[tokens, hidden]` of the tokens from `position` on; what was taken before stays."""
+        new = max(0, self._hidden_end - position)
+        if new < len(hidden):
+            with self._lock:
+                self._hidden.append((position + new, hidden[new:].astype(np.float32)))
+                self._hidden_end = position + len(hidden)
 
     def finish(self, error: BaseException | None = None, *, weight_version: int = 0) -> None:
         """Decode what is left; text held back because it might have become a stop comes out.
@@ -126,7 +152,19 @@ class Output:
         if self.finished and request.finish_time is not None:
             meta["e2e_latency"] = request.finish_time - request.arrival_time
             meta["weight_version"] = self._weight_version
+        if request.logprobs is not None:
+            decode = None if self._tokenizer is None else self._text_of
+            meta.update(request.logprobs.as_meta(request.output_ids[: self._num_certain], decode))
+        if self._hidden:
+            meta["hidden_states"] = np.concatenate([hidden for _, hidden in self._hidden])
+            meta["hidden_state_positions"] = np.concatenate(
+                [np.arange(position, position + len(hidden)) for position, hidden in self._hidden]
+            )
         return {"text": self._text, "output_ids": request.output_ids[: self._num_certain], "meta_info": meta}
+
+    def _text_of(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _decode(self, num_tokens: int) -> None:
         """Turn the output up to `num_tokens` tokens into text, as far as it is sure."""

@@ -12,8 +12,11 @@ import numpy.typing as npt
 from jradix.cache.prefix_cache import Lock
 from jradix.grammar import Constraint
 from jradix.sampling_params import SamplingParams
+from jradix.token_logprobs import TokenLogprobs
 
 FinishType = Literal["stop", "length", "abort"]
+MAX_PREEMPTIONS = 4
+"""A bound, so that no stream of urgent requests can undo the same work for ever."""
 
 
 class RequestState(enum.Enum):
@@ -60,14 +63,15 @@ class Request:
         seed: of its random numbers.
         namespace: requests share KV within one namespace only.
         constraint: how far the output is in its grammar; None if it may be anything.
+        priority: the higher, the sooner, where the policy asks for it; the lowest is retracted first under any.
+        routing_key: requests of equal key belong together, for the policy of that name.
+        arrival: its number among all that were queued; -1 before.
+        preemptions_left: how often it may still be retracted to let one of higher priority run.
         slot: its row in the scheduler's page tables and in the device's vector of next tokens; -1 when not running.
         cached_tokens: prompt tokens it did not compute because another request had.
-        num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
-        return_logprob: report the log-probability of each sampled token.
-        logprob_start: report those of prompt tokens from this position on; -1 for none.
-        top_logprobs_num: beside each, so many likeliest tokens.
-        token_ids_logprob: beside each, these tokens.
+        logprobs: the log-probabilities to report of prompt and output, as far as they are known; None for none.
         return_hidden_states: report the last layer's output for every token that is computed.
+        num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
         group: the id under which the caller knows this request and its siblings, if it is one of several samples.
         has_penalties, adjusts_logits: whether `params` do something to the logits before they are sampled.
         arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
@@ -81,6 +85,10 @@ class Request:
     seed: int = 0
     namespace: Hashable | None = None
     constraint: Constraint | None = None
+    priority: int = 0
+    routing_key: str | None = None
+    logprobs: TokenLogprobs | None = None
+    return_hidden_states: bool = False
     group: str | None = None
     deadline: float | None = None
     state: RequestState = RequestState.WAITING
@@ -89,12 +97,9 @@ class Request:
     computed_len: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
+    arrival: int = -1
+    preemptions_left: int = MAX_PREEMPTIONS
     num_counted: int = 0
-    return_logprob: bool = False
-    logprob_start: int = -1
-    top_logprobs_num: int = 0
-    token_ids_logprob: tuple[int, ...] = ()
-    return_hidden_states: bool = False
     slot: int = -1
     num_pages: int = 0
     lock: Lock | None = None
@@ -121,7 +126,16 @@ class Request:
     @property
     def wants_step(self) -> bool:
         """Whether a further step makes sense: not once all its tokens are sampled, even if not all have arrived."""
-        return self.state is not RequestState.FINISHED and self.num_sampled < self.max_new_tokens
+        if self.state is RequestState.FINISHED:
+            return False
+        return self.num_sampled < self.max_new_tokens or (
+            not self.max_new_tokens and self.computed_len < self.prompt_len
+        )
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the prompt is to be computed even if no token is to be generated."""
+        return self.return_hidden_states or (self.logprobs is not None and self.logprobs.start < self.prompt_len)
 
     def token_ids(self, end: int) -> npt.NDArray[np.int32]:
         """Tokens `[0, end)`, of which the host has seen all."""

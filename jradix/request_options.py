@@ -1,10 +1,13 @@
 """What a caller may say of each request beside its prompt and sampling: names, types and limits."""
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypedDict, TypeGuard
 
 import numpy as np
+
+from jradix import validation
+from jradix.logprobs import MAX_TOP_LOGPROBS
 
 
 class RequestOptions(TypedDict, total=False):
@@ -19,6 +22,7 @@ class RequestOptions(TypedDict, total=False):
     logprob_start_len: position of the first prompt token to give the log-probability of; -1 for none of them.
     top_logprobs_num: how many of the likeliest tokens to give at each position.
     token_ids_logprob: ids to give at each position.
+    return_text_in_logprobs: give the tokens' texts with their log-probabilities.
     return_hidden_states: give the last hidden states, before the final norm, of the tokens that were computed.
     """
 
@@ -31,30 +35,42 @@ class RequestOptions(TypedDict, total=False):
     logprob_start_len: int | Sequence[int] | None
     top_logprobs_num: int | Sequence[int] | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
+    return_text_in_logprobs: bool | Sequence[bool] | None
     return_hidden_states: bool | Sequence[bool] | None
 
 
-class _Kind(NamedTuple):
-    """The types of an option's value, what they are called, and its limits."""
-
-    types: tuple[type, ...]
-    words: str
-    low: float = -math.inf
-    high: float = math.inf
-
-
 PRIORITY_LIMIT = 2**31
-_KINDS: Mapping[str, _Kind] = {
-    "rid": _Kind((str,), "a string"),
-    "cache_salt": _Kind((str, int), "a string, an integer or None"),
-    "priority": _Kind((int,), f"an integer in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT}]", -PRIORITY_LIMIT, PRIORITY_LIMIT),
-    "routing_key": _Kind((str,), "a string or None"),
-    "timeout": _Kind((int, float), "a positive number of seconds or None", math.ulp(0.0)),
-    "return_logprob": _Kind((bool,), "True or False"),
-    "logprob_start_len": _Kind((int,), "a position in the prompt, or -1 for none", -1),
-    "top_logprobs_num": _Kind((int,), "an integer of at least 0", 0),
-    "token_ids_logprob": _Kind((Sequence, np.ndarray), "a list of token ids or None"),
-    "return_hidden_states": _Kind((bool,), "True or False"),
+"""Priorities lie in [-PRIORITY_LIMIT, PRIORITY_LIMIT]."""
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {value!r}")
+    return value
+
+
+def _salt(name: str, value: Any) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int | np.integer):
+        raise ValueError(f"{name} must be a string, an integer or None, got {value!r}")
+    return value if isinstance(value, str) else int(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    return validation.number(name, value, low=0.0, low_allowed=False)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "rid": _text,
+    "cache_salt": _salt,
+    "priority": partial(validation.integer, low=-PRIORITY_LIMIT, high=PRIORITY_LIMIT),
+    "routing_key": _text,
+    "timeout": _positive,
+    "return_logprob": validation.boolean,
+    "logprob_start_len": partial(validation.integer, low=-1),
+    "top_logprobs_num": partial(validation.integer, low=0, high=MAX_TOP_LOGPROBS),
+    "token_ids_logprob": validation.token_ids,
+    "return_text_in_logprobs": validation.boolean,
+    "return_hidden_states": validation.boolean,
 }
 
 
@@ -66,12 +82,12 @@ def options_of_each(options: Mapping[str, Any], count: int) -> list[dict[str, An
     """
     each: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, given in options.items():
-        kind = _KINDS.get(name)
-        if kind is None:
-            raise ValueError(f"unknown argument {name!r}; beside prompt and sampling_params: {', '.join(_KINDS)}")
+        check = _CHECKS.get(name)
+        if check is None:
+            raise ValueError(f"unknown argument {name!r}; beside prompt and sampling_params: {', '.join(_CHECKS)}")
         for fields, value in zip(each, _one_each(name, given, count), strict=True):
             if value is not None:
-                fields[name] = _checked(name, kind, value)
+                fields[name] = check(name, value)
     rids = [fields["rid"] for fields in each if "rid" in fields]
     if len(set(rids)) < len(rids):
         raise ValueError(f"rid must name each request differently, got {rids}")
@@ -90,15 +106,6 @@ def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
             f"{name} must be one for all or a list with one for each of the {count} prompts, got {len(given)}"
         )
     return given
-
-
-def _checked(name: str, kind: _Kind, value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    fits = isinstance(value, kind.types) and (not isinstance(value, bool) or bool in kind.types)
-    if not fits or (isinstance(value, int | float) and not kind.low <= value <= kind.high):
-        raise ValueError(f"{name} must be {kind.words}, got {value!r}")
-    return value
 
 
 def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:

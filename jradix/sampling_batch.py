@@ -16,10 +16,11 @@ from jradix.logit_processor import LogitProcessor, ProcessedRows, packed_process
 from jradix.logits import Penalties, mask_words
 from jradix.logprobs import logprob_width
 from jradix.packing import viewed
-from jradix.request import Request
+from jradix.request import RequestState
 from jradix.sampling import GREEDY_BELOW, SamplingArrays
 from jradix.sampling_params import MAX_BIASES
-from jradix.scheduler import PlannedRow, StepPlan
+from jradix.schedule_plan import PlannedRow, StepPlan
+from jradix.token_logprobs import TokenLogprobs
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -230,24 +231,24 @@ def build_processors(rows: IndexedRows, num_rows: int) -> tuple[tuple[LogitProce
 
 def build_given_ids(rows: IndexedRows, num_rows: int) -> Ints | None:
     """Ids whose log-probabilities rows want beside their sampled token's; None if no row wants any."""
-    wanting = [(index, row.request) for index, row in rows if row.request.return_logprob]
+    wanting = [(index, row.request.logprobs) for index, row in rows if row.request.logprobs is not None]
     if not wanting:
         return None
-    ids = np.full((num_rows, _width(request for _, request in wanting)), -1, np.int32)
-    for index, request in wanting:
-        if request.token_ids_logprob:
-            ids[index, : len(request.token_ids_logprob)] = request.token_ids_logprob
+    ids = np.full((num_rows, _width(asked for _, asked in wanting)), -1, np.int32)
+    for index, asked in wanting:
+        if asked.given_ids:
+            ids[index, : len(asked.given_ids)] = asked.given_ids
     return ids
 
 
 def build_prompt_logprobs(plan: StepPlan, shape: StepShape, max_tokens: int) -> PromptLogprobInputs | None:
-    """Prompt tokens to report: those that follow a token of this step, from each request's `logprob_start` on."""
+    """Prompt tokens to report: those that follow a token of this step, from where each request wants them on."""
     spans: list[PromptSpan] = []
     offset = 0
     for index, row in enumerate(plan.rows):
-        if row.request.logprob_start < 0:
+        if row.request.logprobs is None:
             continue
-        first = max(row.start + 1, row.request.logprob_start)
+        first = max(row.start + 1, row.request.logprobs.start)
         count = min(row.start + row.num_tokens + 1, row.request.prompt_len) - first
         if count > 0:
             spans.append(PromptSpan(index, first, offset, count))
@@ -255,25 +256,39 @@ def build_prompt_logprobs(plan: StepPlan, shape: StepShape, max_tokens: int) -> 
     if not spans:
         return None
     tokens = np.full((2, max_tokens), -1, np.int32)
-    given = np.full((max_tokens, _width(plan.rows[span.row].request for span in spans)), -1, np.int32)
+    asked_of = [plan.rows[span.row].request.logprobs for span in spans]
+    given = np.full((max_tokens, _width(asked for asked in asked_of if asked is not None)), -1, np.int32)
     first_token = first_tokens(plan, shape)
-    for row, position, offset, count in spans:
+    for asked, (row, position, offset, count) in zip(asked_of, spans, strict=True):
+        assert asked is not None
         planned, entries = plan.rows[row], slice(offset, offset + count)
         before = first_token[row] + position - 1 - planned.start
         tokens[0, entries] = np.arange(before, before + count)
         tokens[1, entries] = planned.request.prompt_ids[position : position + count]
-        ids = planned.request.token_ids_logprob
-        given[entries, : len(ids)] = ids
+        given[entries, : len(asked.given_ids)] = asked.given_ids
     return PromptLogprobInputs(spans, tokens, given)
 
 
+def build_mask(plan: StepPlan, shape: StepShape, vocab_size: int) -> npt.NDArray[np.uint32]:
+    """Which tokens each row may sample, for `SamplingInputs.mask`: what its grammar allows, or all.
+
+    Call it when all earlier tokens of the rows with a grammar have been collected.
+    """
+    mask = allow_all(shape.rows, vocab_size)
+    for index, row in zip(row_indices(plan, shape), plan.rows, strict=True):
+        request = row.request
+        if row.samples and request.constraint is not None and request.state is not RequestState.FINISHED:
+            request.constraint.fill(mask[index])
+    return mask
+
+
 def allow_all(num_rows: int, vocab_size: int) -> npt.NDArray[np.uint32]:
-    """A mask that allows every token, for `SamplingInputs.mask`; rows with a grammar write theirs over it."""
+    """A mask that allows every token."""
     return np.full((num_rows, mask_words(vocab_size)), 0xFFFFFFFF, np.uint32)
 
 
-def _width(requests: Iterable[Request]) -> int:
-    return max(logprob_width(request.top_logprobs_num, len(request.token_ids_logprob)) for request in requests)
+def _width(every: Iterable[TokenLogprobs]) -> int:
+    return max(logprob_width(asked.num_top, len(asked.given_ids)) for asked in every)
 
 
 def _plainly_greedy(row: PlannedRow) -> bool:

@@ -4,20 +4,24 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from jradix.grammar import Constraint, Grammars
+from jradix.logprobs import MAX_LOGPROB_IDS
 from jradix.request import Request
 from jradix.request_options import RequestOptions, is_sequence, options_of_each
 from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
+from jradix.token_logprobs import TokenLogprobs
 from jradix.tokenizer import Tokenizer
 
 Params = SamplingParams | Mapping[str, Any]
+_LOGPROB_DETAILS = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
@@ -56,8 +60,37 @@ class Submission:
         prompts, single = self._prompts(prompt, input_ids)
         params = _params_of_each(sampling_params, len(prompts))
         each = options_of_each(options, len(prompts))
-        made = [self._request(*one, arrival_time) for one in zip(prompts, params, each, strict=True)]
-        return made, single
+        made = [
+            request
+            for prompt_ids, one_params, one_options in zip(prompts, params, each, strict=True)
+            for request in self._samples(self._request(prompt_ids, one_params, one_options, arrival_time))
+        ]
+        return made, single and params[0].n == 1
+
+    def _samples(self, first: Request) -> Iterator[Request]:
+        """The `n` requests of one prompt, which differ in their seeds, and in their ids if they are several."""
+        count = first.params.n
+        if count == 1:
+            yield first
+            return
+        for index in range(count):
+            yield replace(
+                first,
+                id=f"{first.id}-{index}",
+                group=first.id,
+                seed=(first.seed + index) % SEED_LIMIT,
+                constraint=None if first.constraint is None else first.constraint.fork(),
+                logprobs=None if first.logprobs is None else first.logprobs.fresh(),
+                output_ids=[],
+            )
+
+    def token_ids(self, text: str | TokenIds, *, begins: bool = True) -> npt.NDArray[np.int32]:
+        """The checked ids of a text or of ids; `begins`: with what the model wants at the beginning of a text."""
+        if not isinstance(text, str):
+            return self._checked(text)
+        if self._tokenizer is None:
+            raise ValueError("a text needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
+        return self._checked(self._tokenizer.encode(text, add_special_tokens=begins))
 
     def _prompts(
         self, prompt: str | Sequence[str] | None, input_ids: TokenIds | Sequence[TokenIds] | None
@@ -77,7 +110,7 @@ class Submission:
         texts: Any = [prompt] if isinstance(prompt, str) else prompt
         if not is_sequence(texts) or not len(texts) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"prompt must be a string or a list of strings, not empty, got {prompt!r}")
-        return [self._checked(self._tokenizer.encode(text)) for text in texts], single
+        return [self.token_ids(text) for text in texts], single
 
     def _checked(self, token_ids: Any) -> npt.NDArray[np.int32]:
         if not is_sequence(token_ids):
@@ -124,8 +157,36 @@ class Submission:
             seed=params.seed if params.seed is not None else self._draw_seed(),
             namespace=options.get("cache_salt"),
             constraint=self._constraint(params, stop_ids),
+            logprobs=self._logprobs(prompt_ids, options),
+            return_hidden_states=options.get("return_hidden_states", False),
+            priority=options.get("priority", 0),
+            routing_key=options.get("routing_key"),
             deadline=None if timeout is None else arrival_time + timeout,
             arrival_time=arrival_time,
+        )
+
+    def _logprobs(self, prompt_ids: npt.NDArray[np.int32], options: dict[str, Any]) -> TokenLogprobs | None:
+        details = [name for name in _LOGPROB_DETAILS if options.get(name)]
+        if not options.get("return_logprob"):
+            if details:
+                raise ValueError(f"{details[0]} needs return_logprob=True")
+            return None
+        start = options.get("logprob_start_len", -1)
+        if start > len(prompt_ids):
+            raise ValueError(f"logprob_start_len must be at most the prompt's {len(prompt_ids)} tokens, got {start}")
+        given_ids = options.get("token_ids_logprob", ())
+        if len(given_ids) > MAX_LOGPROB_IDS:
+            raise ValueError(f"token_ids_logprob must hold at most {MAX_LOGPROB_IDS} ids, got {len(given_ids)}")
+        if given_ids and given_ids[-1] >= self._vocab_size:
+            raise ValueError(
+                f"token_ids_logprob must lie in [0, {self._vocab_size}) for this model, got {given_ids[-1]}"
+            )
+        return TokenLogprobs(
+            prompt_ids,
+            len(prompt_ids) if start < 0 else start,
+            options.get("top_logprobs_num", 0),
+            given_ids,
+            with_texts=options.get("return_text_in_logprobs", False),
         )
 
     def _draw_seed(self) -> int:

@@ -6,13 +6,15 @@ out twice, or KV shared between different prefixes shows up as a wrong hash, at 
 
 import itertools
 from collections import deque
+from typing import Any
 
 import numpy as np
 
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.request import FinishReason, Request, RequestState
 from jradix.sampling_params import SamplingParams
-from jradix.scheduler import ResultsNeededError, Scheduler, StepPlan
+from jradix.schedule_plan import StepPlan
+from jradix.scheduler import ResultsNeededError, Scheduler
 
 VOCAB = 50
 MODULUS = 2**31 - 1
@@ -48,7 +50,9 @@ class PaperDevice:
         context: int = 256,
         enabled: bool = True,
         min_copied_tokens: int | None = 1,
+        **options: Any,
     ) -> None:
+        """`options` are further arguments of `Scheduler`."""
         self.cache = PrefixCache(num_pages, page_size, enabled=enabled, min_copied_tokens=min_copied_tokens)
         self.scheduler = Scheduler(
             self.cache,
@@ -56,6 +60,7 @@ class PaperDevice:
             chunked_prefill_size=chunk,
             max_extend_rows=min(4, rows),
             context_length=context,
+            **options,
         )
         self.page_size, self.chunk = page_size, chunk
         self.slots = np.full((num_pages + 1, page_size), -1)
@@ -65,13 +70,23 @@ class PaperDevice:
         self.batch_sizes: list[int] = []
         self._tokens: dict[str, list[int]] = {}  # prompt and all sampled tokens, those in flight too
 
-    def add(self, prompt_ids: list[int], max_new_tokens: int = 4, stop_ids: frozenset[int] = frozenset()) -> Request:
+    def add(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int = 4,
+        stop_ids: frozenset[int] = frozenset(),
+        *,
+        priority: int = 0,
+        routing_key: str | None = None,
+    ) -> Request:
         request = Request(
             id=f"r{len(self.requests)}",
             prompt_ids=np.array(prompt_ids, np.int32),
             params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0),
             stop_ids=stop_ids,
             max_new_tokens=max_new_tokens,
+            priority=priority,
+            routing_key=routing_key,
         )
         self.scheduler.validate(request)
         self.scheduler.add(request)

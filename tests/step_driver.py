@@ -8,16 +8,13 @@ from jradix.batch import build_arrays, build_copies, row_indices, step_shape
 from jradix.request import FinishReason, Request
 from jradix.runner import Collected
 from jradix.sampling_batch import SamplingInputs, build_sampling_inputs
-from jradix.scheduler import StepPlan
+from jradix.schedule_plan import StepPlan
 from tests.tiny_engine import greedy
 
 
-def requests_for(engine: Engine, prompts: list[list[int]], max_new_tokens: int = 1, **report: Any) -> list[Request]:
-    """Greedy requests that report what their attributes `report` say."""
-    requests, _ = engine._submission.requests(None, prompts, greedy(max_new_tokens))
-    for request in requests:
-        for name, value in report.items():
-            setattr(request, name, value)
+def requests_for(engine: Engine, prompts: list[list[int]], max_new_tokens: int = 1, **options: Any) -> list[Request]:
+    """Greedy requests with these `RequestOptions`."""
+    requests, _ = engine._submission.requests(None, prompts, greedy(max_new_tokens), **options)
     return requests
 
 

@@ -14,7 +14,7 @@ from jradix.batch import (
 from jradix.config import Buckets, StepShape
 from jradix.request import Request
 from jradix.sampling_params import SamplingParams
-from jradix.scheduler import PlannedRow, StepPlan
+from jradix.schedule_plan import PlannedRow, StepPlan
 
 PAGE_SIZE, SLOTS = 4, 5
 SHAPE = StepShape(decode_rows=3, extend_tokens=12, extend_rows=3, max_pages=4)

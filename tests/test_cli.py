@@ -124,6 +124,23 @@ def test_every_field_is_documented_for_the_help(config: type) -> None:
     assert all(attribute_docs(config).values())
 
 
+def test_a_dict_is_json_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parse = cli._parser().parse_args
+    options = ["--logit-bias", '{"5": -100}', "--json-schema", '{"type": "object"}', "--stop-regex", "a+", "--n", "2"]
+    params = SamplingParams(**given_options(SamplingParams, parse(["generate", *options])))
+    assert (params.logit_bias, params.json_schema) == ({5: -100.0}, '{"type": "object"}')
+    assert (params.stop_regex, params.n) == (("a+",), 2)
+    with pytest.raises(SystemExit):
+        parse(["generate", "--logit-bias", "{5: 1}"])
+    assert "argument --logit-bias: expected JSON, got '{5: 1}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "--custom-params", "1"], ["chat", "--n", "2"]])
+def test_what_makes_no_sense_on_the_command_line_has_no_option(command: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(command)
+
+
 def test_ids_in_ids_out_are_the_golden_ones(
     tiny_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,9 @@ def config(**options: Any) -> EngineConfig:
         ("mem_fraction_static", [0, 1, -0.5, float("nan")]),
         ("dtype", ["float16", None]),
         ("load_format", ["gguf"]),
-        ("schedule_policy", ["lpm"]),
+        ("schedule_policy", ["lifo", None]),
+        ("priority_scheduling_preemption_threshold", [0, 1.5, None]),
+        ("max_queued_requests", [0, -1, 1.5]),
         ("layer_loop", ["loop"]),
     ],
 )

@@ -17,7 +17,7 @@ from jradix.logits import (
 from jradix.request import Request, RequestState
 from jradix.sampling_batch import CountedTokens, allow_all, build_penalties
 from jradix.sampling_params import MAX_BIASES, SamplingParams
-from jradix.scheduler import PlannedRow
+from jradix.schedule_plan import PlannedRow
 
 VOCAB, SLOTS = 60, 3
 PENALTIES = [

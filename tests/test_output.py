@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from jradix.grammar import Grammars
 from jradix.output import Output
 from jradix.request import FinishReason, Request
 from jradix.sampling_params import SamplingParams
@@ -93,6 +94,85 @@ def test_stop_ids_count_after_the_minimum_only_and_are_no_text(minimum: int) -> 
     else:
         assert reason == FinishReason("stop", matched=EOS)
         assert end(output, reason)["text"] == "a"
+
+
+def test_a_regular_expression_ends_the_request_like_a_stop_string() -> None:
+    output = Output(request(stop_regex=["b[cd]"]), tokenizer())
+    assert output.append(AB) is None
+    assert output.as_dict()["text"] == "a"
+    reason = output.append(C)
+    assert reason == FinishReason("stop", matched="b[cd]")
+    assert end(output, reason)["text"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("params", "trimmed"),
+    [
+        ({"stop": "bc"}, "a"),
+        ({"stop_regex": "b[cd]"}, "a"),
+        ({"stop_token_ids": [C]}, "ab"),
+        ({"stop": "bc", "stop_token_ids": [C]}, "ab"),  # the token ends the request before the string is whole
+    ],
+)
+def test_what_ends_a_request_may_stay_in_the_text(params: dict, trimmed: str) -> None:
+    for keep in (True, False):
+        made = request(no_stop_trim=keep, **params)
+        made.stop_ids |= set(params.get("stop_token_ids", ()))
+        output = Output(made, tokenizer())
+        assert output.append(AB) is None
+        assert end(output, output.append(C))["text"] == ("abc" if keep else trimmed)
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, "a"), (False, "a</s>")])
+def test_a_special_stop_token_stays_only_where_special_tokens_do(skip: bool, text: str) -> None:
+    output = Output(request(no_stop_trim=True, skip_special_tokens=skip), tokenizer())
+    output.append(A)
+    assert end(output, output.append(EOS))["text"] == text
+
+
+def test_an_expression_that_takes_too_long_ends_the_request_and_leaves_its_text() -> None:
+    output = Output(request(100, stop_regex="(?:a|aa)+c"), tokenizer())
+    reasons = [output.append(A) for _ in range(60)]
+    while reasons[-1] is None:
+        reasons.append(output.append(A))
+    result = end(output, reasons[-1])
+    assert reasons[-1].type == "abort"
+    assert result["text"] == "a" * len(result["output_ids"])
+
+
+def constrained(regex: str, **params) -> Request:
+    made = request(**params)
+    grammars = Grammars(*tokenizer().to_json_with_end(), len(TOKENS))
+    made.constraint = grammars.compile(SamplingParams(regex=regex), made.stop_ids)
+    return made
+
+
+def test_a_request_ends_where_its_grammar_does_whatever_its_least_number_of_tokens() -> None:
+    for minimum in (0, 5):
+        output = Output(constrained("abc", min_new_tokens=minimum), tokenizer())
+        assert output.append(AB) is None
+        reason = output.append(C)
+        assert reason == FinishReason("stop")
+        assert end(output, reason)["text"] == "abc"
+
+
+def test_eos_ends_a_request_whose_output_is_complete_and_could_go_on() -> None:
+    output = Output(constrained("a+"), tokenizer())
+    assert [output.append(A), output.append(A)] == [None, None]
+    assert output.append(EOS) == FinishReason("stop", matched=EOS)
+
+
+def test_a_grammar_that_the_vocabulary_cannot_complete_aborts_the_request() -> None:
+    output = Output(constrained("aé|aè"), tokenizer())  # the vocabulary has the second byte of é alone
+    assert output.append(A) is None
+    assert output.append(FIRST_HALF) is None
+    assert output.append(SECOND_HALF) == FinishReason("stop")
+    output = Output(constrained("aè"), tokenizer())
+    reason = output.append(A)
+    while reason is None:
+        reason = output.append(FIRST_HALF)
+    assert reason.type == "abort"
+    assert "cannot follow its grammar" in str(reason.message)
 
 
 def test_an_aborted_request_keeps_its_text_and_says_why() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jradix import EngineConfig, SamplingParams
+from jradix.request_options import RequestOptions
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,6 +137,11 @@ def test_the_configuration_tables_name_every_field_and_its_default(heading: str,
         default = documented[field.name]
         assert required == (default == "required"), field.name
         assert required or ast.literal_eval(default.strip("`")) == field.default, field.name
+
+
+def test_the_table_of_request_options_names_every_one() -> None:
+    section = (ROOT / "docs" / "generation.md").read_text("utf-8").partition("\n## Requests\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(RequestOptions.__annotations__)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[str(document.relative_to(ROOT)) for document in DOCUMENTS])

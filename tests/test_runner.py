@@ -12,6 +12,7 @@ import pytest
 from jradix import Engine, SamplingParams
 from jradix.aot import copied_shapes
 from jradix.config import StepShape
+from jradix.delivery import StepFailedError
 from jradix.logit_processor import ProcessorRow
 from jradix.logprobs import LOGPROB_WIDTHS
 from jradix.programs import UnplannedCompilationError
@@ -128,7 +129,7 @@ def test_a_strict_warm_up_compiles_every_feature_and_no_more_programs_than_the_r
                 prompts[:3],
                 return_hidden_states=True,
                 return_logprob=True,
-                logprob_start=0,
+                logprob_start_len=0,
                 top_logprobs_num=width,
             )
             assert all(
@@ -157,7 +158,7 @@ def test_a_strict_runner_refuses_to_compile_what_the_warm_up_left_out(warm_engin
     expected = output_ids(warm_engine, [[3, 4, 5]], greedy(3))
     name = ("forward", StepShape(1, 0, 0, 24))
     forgotten = warm_engine.runner.programs.compiled.pop(name)
-    with pytest.raises(UnplannedCompilationError, match="was not compiled by the warm-up"):
+    with pytest.raises(StepFailedError, match="was not compiled by the warm-up"):
         output_ids(warm_engine, [[3, 4, 5]], greedy(3))
     warm_engine.runner.programs.compiled[name] = forgotten
     warm_engine.check_idle()

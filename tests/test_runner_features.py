@@ -42,7 +42,14 @@ def test_prompts_have_the_log_probabilities_of_transformers(
     """Three prompts in chunks of at most 64 tokens, beside one that reports nothing and one that decodes."""
     golden = Golden(tiny_path("llama"))
     want = log_softmax(golden.logits)
-    requests = requests_for(engine, golden.prompts, logprob_start=first, top_logprobs_num=3, token_ids_logprob=(9, 0))
+    requests = requests_for(
+        engine,
+        golden.prompts,
+        return_logprob=True,
+        logprob_start_len=first,
+        top_logprobs_num=3,
+        token_ids_logprob=[0, 9],
+    )
     silent = requests_for(engine, [PROMPT, [3] * 20], max_new_tokens=4)
     found: dict[tuple[int, int], tuple[float, int, list[int], list[float]]] = {}
     for plan, _, inputs, collected in steps(engine, [silent[0], *requests, silent[1]]):
@@ -63,7 +70,7 @@ def test_prompts_have_the_log_probabilities_of_transformers(
         assert chosen == pytest.approx(row[token], abs=1e-4)
         assert abs(rank - 1 - (row > row[token]).sum()) <= 1, "two nearly equal ones may change places"
         assert row[top_ids[:3]] == pytest.approx(np.sort(row)[::-1][:3], abs=1e-4)
-        assert given[:2] == pytest.approx(row[[9, 0]], abs=1e-4)
+        assert given[:2] == pytest.approx(row[[0, 9]], abs=1e-4)
 
 
 def test_sampled_tokens_report_the_model_itself_whatever_is_done_to_their_logits(

@@ -19,7 +19,8 @@ from jradix.sampling_batch import (
     unpack_sampling,
 )
 from jradix.sampling_params import SamplingParams
-from jradix.scheduler import PlannedRow, StepPlan
+from jradix.schedule_plan import PlannedRow, StepPlan
+from jradix.token_logprobs import TokenLogprobs
 
 SHAPE = StepShape(decode_rows=3, extend_tokens=12, extend_rows=3, max_pages=4)
 MAX_PROMPT_LOGPROBS = 16
@@ -34,19 +35,26 @@ def row(
     samples: bool = True,
     outputs: int = 0,
     report: dict[str, Any] | None = None,
+    hidden_states: bool = False,
+    num_counted: int = 0,
     **params: Any,
 ) -> PlannedRow:
-    """Prompts have 10 tokens, 100 * slot + position; known outputs are 1000 + index."""
+    """Prompts have 10 tokens, 100 * slot + position; known outputs are 1000 + index. report: of `TokenLogprobs`."""
+    prompt_ids = np.arange(100 * slot, 100 * slot + 10, dtype=np.int32)
     request = Request(
         id=str(slot),
-        prompt_ids=np.arange(100 * slot, 100 * slot + 10, dtype=np.int32),
+        prompt_ids=prompt_ids,
         params=SamplingParams.from_dict({"temperature": 0.0} | params),
         stop_ids=frozenset({7, 3}),
         max_new_tokens=20,
         seed=40 + slot,
         slot=slot,
         output_ids=[1000 + index for index in range(outputs)],
-        **(report or {}),
+        logprobs=None
+        if report is None
+        else TokenLogprobs(prompt_ids, **({"start": 10, "num_top": 0, "given_ids": ()} | report)),
+        return_hidden_states=hidden_states,
+        num_counted=num_counted,
     )
     return PlannedRow(request, start, num_tokens, samples, start)
 
@@ -56,7 +64,7 @@ def inputs(*decode: PlannedRow, extend: tuple[PlannedRow, ...] = ()) -> Sampling
 
 
 def test_plainly_greedy_steps_have_no_arrays() -> None:
-    everything = {"return_logprob": True, "token_ids_logprob": (1,)}
+    everything = {"given_ids": (1,)}
     hot = row(0, 3, 6, samples=False, report=everything, temperature=1.0, presence_penalty=1.0, logit_bias={3: 1.0})
     built = inputs(row(1, 11, 1, outputs=2), extend=(hot,))
     assert built == SamplingInputs(), "a row that samples nothing asked for it"
@@ -127,7 +135,7 @@ def test_every_token_is_counted_once(start: int, num_tokens: int, num_counted: i
 def test_penalties_of_a_row_that_starts_bring_what_the_host_counts() -> None:
     asks: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "repetition_penalty": 1.25}
     fresh, running = row(2, 0, 10, **asks), row(1, 12, 1, outputs=2, presence_penalty=2.0)
-    resumed = row(0, 5, 7, outputs=4, report={"num_counted": 2}, repetition_penalty=0.5)
+    resumed = row(0, 5, 7, outputs=4, num_counted=2, repetition_penalty=0.5)
     built = inputs(running, row(3, 12, 1, outputs=2), extend=(fresh, resumed)).penalties
     assert built is not None
     fresh_ids, resumed_ids = fresh.request.prompt_ids, resumed.request.prompt_ids
@@ -175,12 +183,11 @@ def test_rows_of_one_processor_come_together() -> None:
 
 
 def test_the_width_of_log_probabilities_holds_the_most_that_a_row_asks_for() -> None:
-    plain = inputs(row(1, 11, 1, outputs=2, report={"return_logprob": True})).given_ids
+    plain = inputs(row(1, 11, 1, outputs=2, report={})).given_ids
     assert plain is not None
     assert plain.shape == (6, 0)
-    wide = {"return_logprob": True, "top_logprobs_num": 33, "token_ids_logprob": (5, 6)}
-    not_reported = {"top_logprobs_num": 100}
-    ids = inputs(row(1, 11, 1, outputs=2, report=not_reported), row(2, 11, 1, outputs=2, report=wide)).given_ids
+    wide = {"num_top": 33, "given_ids": (5, 6)}
+    ids = inputs(row(1, 11, 1, outputs=2), row(2, 11, 1, outputs=2, report=wide)).given_ids
     assert ids is not None
     assert ids.shape == (6, 128)
     assert ids[1, :3].tolist() == [5, 6, -1]
@@ -189,10 +196,10 @@ def test_the_width_of_log_probabilities_holds_the_most_that_a_row_asks_for() -> 
 
 def test_prompt_tokens_follow_those_that_the_step_computes() -> None:
     """Two chunks that end and begin inside their prompts, and the last token of another."""
-    first = row(0, 3, 4, samples=False, report={"logprob_start": 0, "token_ids_logprob": (8,)})
-    second = row(2, 4, 6, report={"logprob_start": 8})
+    first = row(0, 3, 4, samples=False, report={"start": 0, "given_ids": (8,)})
+    second = row(2, 4, 6, report={"start": 8})
     silent = row(1, 9, 1)
-    last = row(3, 9, 1, report={"logprob_start": 0})
+    last = row(3, 9, 1, report={"start": 0})
     built = inputs(last, silent, extend=(first, second)).prompt_logprobs
     assert built is not None
     assert built.spans == [PromptSpan(2, 4, 0, 4), PromptSpan(3, 8, 4, 2)]
@@ -204,14 +211,14 @@ def test_prompt_tokens_follow_those_that_the_step_computes() -> None:
 
 
 def test_a_retracted_request_reports_no_output_as_prompt() -> None:
-    resumed = row(0, 8, 4, outputs=2, report={"logprob_start": 2})
+    resumed = row(0, 8, 4, outputs=2, report={"start": 2})
     built = inputs(extend=(resumed,)).prompt_logprobs
     assert built is not None
     assert built.spans == [PromptSpan(0, 9, 0, 1)]
-    assert inputs(extend=(row(0, 9, 3, outputs=2, report={"logprob_start": 2}),)).prompt_logprobs is None
+    assert inputs(extend=(row(0, 9, 3, outputs=2, report={"start": 2}),)).prompt_logprobs is None
 
 
 def test_one_row_is_enough_to_report_hidden_states() -> None:
-    asks = row(1, 0, 6, samples=False, report={"return_hidden_states": True})
+    asks = row(1, 0, 6, samples=False, hidden_states=True)
     assert inputs(row(2, 11, 1, outputs=2), extend=(asks,)).hidden_states
     assert not inputs(row(2, 11, 1, outputs=2)).hidden_states

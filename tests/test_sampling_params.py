@@ -1,8 +1,10 @@
 """Sampling parameters: what is accepted, what is refused, and that the message names field, limit and value."""
 
 import dataclasses
+import itertools
 import math
 import pickle
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +18,10 @@ def test_defaults_follow_sglang_and_sample_from_the_whole_distribution():
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, -1, 0.0)
     assert (params.seed, params.stop, params.stop_token_ids) == (None, (), ())
     assert (params.ignore_eos, params.skip_special_tokens) == (False, True)
+    assert (params.n, params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (1, 0, 0, 1)
+    assert (params.logit_bias, params.stop_regex, params.no_stop_trim) == (None, (), False)
+    assert (params.json_schema, params.regex, params.ebnf) == (None, None, None)
+    assert (params.custom_logit_processor, params.custom_params) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,24 @@ def test_defaults_follow_sglang_and_sample_from_the_whole_distribution():
         *[("stop_token_ids", bad) for bad in ([-1], [1.5], ["a"], [True], "12", 7, [2**63, -2])],
         *[("ignore_eos", bad) for bad in (0, 1, None, "true")],
         *[("skip_special_tokens", bad) for bad in (0, 1, None, "true")],
+        *[("no_stop_trim", bad) for bad in (0, 1, None, "true")],
+        *[("n", bad) for bad in (0, -1, 129, 2**31, 2**63, 1.5, "a", True, None, math.nan, math.inf)],
+        *[("frequency_penalty", bad) for bad in (-2.01, 2.01, math.nan, math.inf, -math.inf, "a", True, None, [1])],
+        *[("presence_penalty", bad) for bad in (-2.01, 2.01, 10**400, math.nan, math.inf, "a", True, None)],
+        *[("repetition_penalty", bad) for bad in (0, -1, 2.01, math.nan, math.inf, "1", True, None)],
+        *[("logit_bias", {bad: 1.0}) for bad in (-1, 1.5, "a", "-1", "1.5", "", " 5", "٥", "9" * 400, True, None)],
+        *[("logit_bias", {5: bad}) for bad in (100.1, -100.1, math.nan, math.inf, "1", True, None, 10**400)],
+        *[("logit_bias", bad) for bad in ([1], "5", 5, {5: 1, "5": 1}, dict.fromkeys(range(301), 1.0))],
+        *[("stop_regex", bad) for bad in ("", ["a", ""], [1], 5, {"a": 1}, [None], b"a", "(a", "a**", "[", r"\2")],
+        *[("stop_regex", bad) for bad in ("a*", "|a", "^", "(?=)", ["ok", "x?"])],
+        *[("stop_regex", bad) for bad in (r"a\Kb", r"\p{L}", "(?r)ab")],  # re does not know them
+        *[("json_schema", bad) for bad in ("", "{", "5", "[]", "null", "nope", '{"a": NaN}', 5, True, [], b"{}")],
+        *[("json_schema", bad) for bad in ({"a": math.nan}, {"a": {1, 2}}, {("a",): 1}, "[" * 10**5)],
+        *[("regex", bad) for bad in ("", 5, ["a"], b"a", True)],
+        *[("ebnf", bad) for bad in ("", 5, ["a"], b"a", True)],
+        *[("custom_logit_processor", bad) for bad in ("f", 5, True, [len])],
+        *[("custom_params", bad) for bad in ([math.nan], [math.inf], ["1"], [True], [None], [1e39], 5, "12", {1: 2})],
+        *[("custom_params", bad) for bad in ([1.0] * 9, np.ones((2, 2)), [1.0])],
     ],
 )
 def test_bad_values_are_refused_with_the_name_of_the_field(field, value):
@@ -57,6 +81,17 @@ def test_bad_values_are_refused_with_the_name_of_the_field(field, value):
         {"max_new_tokens": 0},
         {"max_new_tokens": None, "min_new_tokens": 10**6},
         {"max_new_tokens": 5, "min_new_tokens": 5},
+        {"n": 1},
+        {"n": 128},
+        {"frequency_penalty": -2, "presence_penalty": 2, "repetition_penalty": 2},
+        {"frequency_penalty": 2, "presence_penalty": -2, "repetition_penalty": 1e-6},
+        {"logit_bias": {0: -100, 2**40: 100}},
+        {"logit_bias": dict.fromkeys(range(300), 0.5)},
+        {"json_schema": '{"type": "object"}'},
+        {"json_schema": "true"},
+        {"regex": " "},
+        {"custom_logit_processor": len, "custom_params": (1.0,) * 8},
+        {"custom_logit_processor": len},
     ],
 )
 def test_values_at_the_limits_are_accepted(fields):
@@ -106,6 +141,58 @@ def test_numpy_scalars_become_plain_python_numbers():
     assert params.stop_token_ids == (1, 3)
 
 
+def test_numpy_numbers_are_accepted_by_the_new_fields_too():
+    params = SamplingParams.from_dict(
+        {
+            "n": np.int8(2),
+            "frequency_penalty": np.float16(0.5),
+            "repetition_penalty": np.int64(1),
+            "logit_bias": {np.int32(7): np.float32(-3)},
+            "custom_logit_processor": len,
+            "custom_params": np.array([1, 2]),
+        }
+    )
+    assert (params.n, params.frequency_penalty, params.repetition_penalty) == (2, 0.5, 1.0)
+    assert repr(params.logit_bias) == "{7: -3.0}"
+    assert params.custom_params == (1.0, 2.0)
+
+
+def test_a_bias_is_kept_by_id_in_order_and_an_empty_one_is_none():
+    bias = SamplingParams(logit_bias={"10": 1, 9: -1}).logit_bias
+    assert bias is not None
+    assert list(bias.items()) == [(9, -1.0), (10, 1.0)]
+    assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+def test_a_schema_is_kept_as_text_in_the_order_it_was_given():
+    schema = {"properties": {"é": {}, "a": {}}, "type": "object"}
+    params = SamplingParams(json_schema=schema)
+    assert params.json_schema == '{"properties": {"é": {}, "a": {}}, "type": "object"}'
+    schema["type"] = "array"
+    assert '"object"' in params.json_schema
+    assert SamplingParams(json_schema=types.MappingProxyType({"a": types.MappingProxyType({})})).json_schema == (
+        '{"a": {}}'
+    )
+
+
+def test_one_grammar_at_most():
+    for pair in itertools.combinations(("json_schema", "regex", "ebnf"), 2):
+        with pytest.raises(ValueError, match=f"at most one of json_schema, regex, ebnf, got {pair[0]} and {pair[1]}"):
+            SamplingParams.from_dict(dict.fromkeys(pair, "{}"))
+
+
+def test_a_bad_expression_is_named_among_good_ones():
+    with pytest.raises(ValueError, match=r"stop_regex '\(b' is not a regular expression: .*unterminated"):
+        SamplingParams(stop_regex=["a", "(b", "c"])
+
+
+def test_ids_of_a_bias_outside_the_vocabulary_are_refused():
+    SamplingParams(logit_bias={"319": 1}).validate_for_vocab(320)
+    for token_id in (320, 2**31, 2**63):
+        with pytest.raises(ValueError, match=rf"logit_bias must lie in \[0, 320\).*got {token_id}"):
+            SamplingParams(logit_bias={5: 1, token_id: 1}).validate_for_vocab(320)
+
+
 def test_stop_token_ids_outside_the_vocabulary_are_refused():
     SamplingParams(stop_token_ids=[0, 319]).validate_for_vocab(320)
     SamplingParams().validate_for_vocab(320)
@@ -114,7 +201,16 @@ def test_stop_token_ids_outside_the_vocabulary_are_refused():
 
 
 def test_parameters_are_immutable_hashable_and_survive_replace_and_pickle():
-    params = SamplingParams(stop=["x"], stop_token_ids=[2], seed=1)
+    params = SamplingParams(
+        stop=["x"],
+        stop_regex="a+",
+        stop_token_ids=[2],
+        seed=1,
+        logit_bias={3: 1},
+        json_schema={"type": "object"},
+        custom_logit_processor=len,
+        custom_params=[1],
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 2  # pyright: ignore[reportAttributeAccessIssue]
     assert dataclasses.replace(params, seed=1) == params

@@ -191,11 +191,11 @@ def test_retraction_gives_pages_back_and_changes_no_output() -> None:
 
 def test_a_request_that_waits_for_room_leaves_no_trace_on_the_prefix_it_hits() -> None:
     """Tried again in every step, it must not make the prefix look often or recently used."""
-    device = PaperDevice(num_pages=21, page_size=4, chunk=64)
+    device = PaperDevice(num_pages=19, page_size=4, chunk=64)
     for first in (0, 20):
         device.add([first + i for i in range(16)], max_new_tokens=1)
         device.run()
-    hog = device.add([45] * 20, max_new_tokens=30)
+    hog = device.add([45] * 20, max_new_tokens=20)
     waiting = device.add([*range(16), *range(10, 46)], max_new_tokens=2)
     while not hog.output_ids:
         device.step()
@@ -350,7 +350,7 @@ def test_random_loads_on_a_tiny_pool_keep_every_answer_and_every_page(page_size:
         if device.scheduler.running and rng.random() < 0.1:
             device.abort(rng.choice(device.scheduler.running))
         if device.scheduler.waiting and rng.random() < 0.1:
-            device.abort(rng.choice(device.scheduler.waiting))
+            device.abort(rng.choice(list(device.scheduler.waiting)))
     device.run()
     device.check_outputs()
     device.check_idle()

@@ -1,5 +1,6 @@
 """Arguments of `generate` become requests; wrong ones are the subject of test_engine_limits."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from jradix.request import Request
 from jradix.sampling_params import SamplingParams
 from jradix.submission import Submission
+from jradix.tokenizer import load_tokenizer
 
 
 def submission(random_seed: int = 0, pool_tokens: int = 1000, context_length: int = 32) -> Submission:
@@ -90,6 +92,31 @@ def test_seeds_are_the_callers_or_follow_from_the_engines() -> None:
     first, again, other = ([request.seed for request in requests_of([[3]] * 4, random_seed=seed)] for seed in (0, 0, 1))
     assert first == again
     assert len({*first, *other}) == 8
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_regex", "json_schema", "regex", "ebnf"])
+def test_what_is_about_text_needs_a_tokenizer(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}.* need a tokenizer, and skip_tokenizer_init is set"):
+        requests_of([3], {field: "{}", "max_new_tokens": 4})
+
+
+def test_a_grammar_is_compiled_when_it_is_submitted_for_each_request(tiny_text_path: Path) -> None:
+    with_text = Submission(
+        load_tokenizer(tiny_text_path),
+        vocab_size=320,
+        context_length=32,
+        eos_ids=frozenset({2}),
+        pool_tokens=1000,
+        random_seed=0,
+    )
+    params = [{"regex": "ab"}, {"regex": "ab"}, {}]
+    first, second, free = with_text.requests(None, [[3], [4], [5]], params, None, None)[0]
+    assert first.constraint is not None
+    assert second.constraint is not None
+    assert first.constraint is not second.constraint
+    assert free.constraint is None
+    with pytest.raises(ValueError, match="regex is refused"):
+        with_text.requests(None, [3], {"regex": "(a"}, None, None)
 
 
 def test_every_request_is_in_the_callers_namespace() -> None:

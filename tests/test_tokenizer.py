@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from jradix.gguf_tokenizer import vocabulary_from_metadata
 from jradix.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from tests.test_stops import end_of
 
 DATA = Path(__file__).parent / "data"
 CHAT_TEMPLATE = (
@@ -189,6 +190,31 @@ def test_what_is_no_text_is_refused(text):
         TINY.encode(text)
 
 
+def test_the_json_of_a_tokenizer_gives_the_same_ids_and_has_one_special_token_more():
+    for tokenizer in (TINY, smollm2(), sentencepiece_like()):
+        text, end_id = tokenizer.to_json_with_end()
+        backend = Backend.from_str(text)
+        assert end_id == tokenizer.vocab_size
+        assert backend.get_added_tokens_decoder()[end_id].special
+        assert tokenizer.vocab_size == end_id, "the tokenizer itself is as before"
+        for sentence in ("hello <|im_end|> naïve 字", ""):
+            assert backend.encode(sentence).ids == tokenizer.encode(sentence)
+
+
+def test_the_json_of_a_tokenizer_never_cuts_or_pads_a_text():
+    backend = vocabulary_from_metadata(tiny_metadata(), "test.gguf").backend
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    text, _ = Tokenizer(backend, bos_id=None, eos_ids=[]).to_json_with_end()
+    assert len(Backend.from_str(text).encode("abcd", add_special_tokens=False).ids) == 4
+
+
+def test_a_tokenizer_whose_ids_leave_no_place_for_one_more_is_refused():
+    gap = Backend(models.BPE({"a": 0, "b": 2}, []))
+    with pytest.raises(ValueError, match="leaves ids out"):
+        Tokenizer(gap, bos_id=None, eos_ids=[]).to_json_with_end()
+
+
 # Directories and chat templates
 
 
@@ -357,6 +383,30 @@ def test_a_stop_string_is_found_at_any_place_in_the_real_model_s_tokens(before, 
     ids = smollm2().encode(before + stop + after)
     text, detokenizer = stream(smollm2(), ids, sizes, stop=stop)
     assert (text, detokenizer.stopped) == cut(smollm2().decode(ids), [stop])
+
+
+REGEXES = ["a+b", "[^a]c", "語", r"\bab", "(?<=b)字|c$", "a.{2}c", "\ufffd"]
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from([*b"abc", *"語字".encode()]), st.integers(0, 261)), max_size=40),
+    st.lists(st.text("abc語", min_size=1, max_size=3), max_size=2),
+    st.lists(st.sampled_from(REGEXES), max_size=2),
+    st.booleans(),
+    SIZES,
+)
+@settings(max_examples=300, deadline=None)
+def test_a_stop_in_any_byte_tokens_ends_the_text_as_in_the_decoded_whole(ids, stops, regexes, keep, sizes):
+    text, detokenizer = stream(TINY, ids, sizes, stop=stops, stop_regex=regexes, no_stop_trim=keep)
+    assert (text, detokenizer.stopped) == end_of(TINY.decode(ids), stops, regexes, keep)
+
+
+@given(MIXED, st.sampled_from(["[語字漢]", r"\s\S", "👩|🇷"]), SIZES)
+@settings(max_examples=100, deadline=None)
+def test_regular_expressions_are_found_in_the_real_model_s_tokens(text, regex, sizes):
+    ids = smollm2().encode(text)
+    found, detokenizer = stream(smollm2(), ids, sizes, stop_regex=regex)
+    assert (found, detokenizer.stopped) == end_of(smollm2().decode(ids), [], [regex], False)
 
 
 def test_a_stop_string_over_several_tokens_is_never_shown_in_part():

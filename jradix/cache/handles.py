@@ -22,6 +22,18 @@ class Match(NamedTuple):
     num_asked: int  # tokens looked up
     node: Node | None  # where the match ends, perhaps inside it; None when nothing matched
 
+    def path(self) -> list[Hashable]:
+        """The places in the tree that the match passes, from its end up to its namespace.
+
+        As long as the tree does not change, two matches have in common what they pass together.
+        """
+        places: list[Hashable] = []
+        node = self.node
+        while node is not None and node.parent is not None:
+            places.append(node)
+            node = node.parent
+        return [*places, self.namespace]
+
 
 class Lock:
     """A request's hold on a prefix. It stays valid through splits, and `insert` extends it; only `unlock` ends it."""

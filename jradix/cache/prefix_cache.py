@@ -1,6 +1,7 @@
 """The prefix cache as the scheduler sees it: match, lock, allocate, insert, finish; eviction happens inside."""
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -10,6 +11,7 @@ from jradix.cache.contents import Contents
 from jradix.cache.eviction import Policy
 from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
+from jradix.cache.kept_logprobs import KeptLogprobs
 from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
@@ -62,6 +64,7 @@ class PrefixCache:
         self._pages, self._tree = self._contents.pages, self._contents.tree
         self.journal, self.statistics = self._contents.journal, self._contents.statistics
         self.pins = Pins(num_pages // 4 if max_pinned_pages is None else max_pinned_pages, self.unlock)
+        self.kept_logprobs: KeptLogprobs | None = None
         self._has_complained = False
         self._num_protected = 0
         self._num_locks = 0
@@ -91,12 +94,25 @@ class PrefixCache:
         """Pages that `allocate` could give: free, evictable, and those that only pins protect."""
         return self.num_free + self.num_evictable + (self.pins.num_releasable() if self.pins else 0)
 
-    def num_allocatable_beside(self, match: Match) -> int:
-        """What `num_allocatable` would be if `match`, which is not stale, were locked: its pages are no room for it."""
-        num_pins = self.pins.count_by_node() if self.pins else {}
-        num_pages, node = self.num_allocatable, match.node
+    def num_allocatable_beside(self, match: Match, ended: Iterable[Lock] = ()) -> int:
+        """What `num_allocatable` would be if `match`, which is not stale, were locked: its pages are no room for it.
+
+        ended: locks that would have been ended before; what pages their requests hold beside them is not counted.
+        """
+        not_held = (
+            Counter(self.pins.count_by_node()) if self.pins else Counter[Node]()
+        )  # references that are no obstacle
+        num_pages, released = self.num_allocatable, set[Node]()
+        for lock in ended:
+            node = lock.node
+            while node is not None:
+                not_held[node] += 1
+                released.add(node)
+                node = node.parent
+        num_pages += sum(node.num_pages for node in released if node.ref_count == not_held[node])
+        node = match.node
         while node is not None:
-            if node.ref_count == num_pins.get(node, 0):  # no request holds it
+            if node.ref_count == not_held[node]:
                 num_pages -= max(0, min(node.end, match.num_tokens) - node.start) // self.page_size
             node = node.parent
         return num_pages
@@ -187,7 +203,16 @@ class PrefixCache:
                 self.pins.remove_oldest()
         if num_pages > self.num_free:
             self._contents.evict(num_pages - self.num_free, owner)
-        return self._pages.take(num_pages)
+        pages = self._pages.take(num_pages)
+        if self.kept_logprobs is not None:
+            self.kept_logprobs.forget(pages)
+        return pages
+
+    def keep_logprobs(self) -> KeptLogprobs:
+        """Begin to keep log-probabilities of cached tokens beside their pages, if that has not begun yet."""
+        if self.kept_logprobs is None:
+            self.kept_logprobs = KeptLogprobs(self.num_total, self.page_size)
+        return self.kept_logprobs
 
     def pin(
         self,
@@ -229,7 +254,7 @@ class PrefixCache:
         ceil(tokens / page_size) ids, of which those under the lock are the tree's and the others private.
         Where the tree has a page for the same tokens already, ours is freed and the returned table names the tree's.
         With `enabled=False` the table comes back unchanged. num_copied: tokens of the match's head that the request has
-        copied, for the statistics.
+        copied, for the statistics; less those of the match that it computes all the same.
         """
         top = lock.node
         assert top is not None, "this lock has been unlocked already"

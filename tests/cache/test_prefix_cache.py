@@ -600,3 +600,39 @@ def test_a_very_long_prompt_in_small_chunks_needs_no_recursion() -> None:
     cache.check()
     assert cache.match(tokens).num_tokens == 200_000
     assert cache.allocate(12_500) is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_beside_a_match_once_others_end_is_what_it_is_when_they_have_ended(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = PrefixCache(60, 2)
+    stems = [[rng.randrange(3) for _ in range(12)] for _ in range(3)]
+
+    def prompt() -> list[int]:
+        return rng.choice(stems)[: rng.randrange(2, 13)] + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+
+    running = [Running(cache, prompt()) for _ in range(5)]
+    for request in running:
+        request.insert(rng.randrange(len(request.tokens) + 1))
+    cache.pin("pinned", running[0].tokens)
+    match = cache.match(prompt())
+    ended = rng.sample(running, rng.randrange(6))
+    expected = cache.num_allocatable_beside(match, [request.lock for request in ended])
+    for request in ended:
+        cache.unlock(request.lock)
+    assert cache.num_allocatable_beside(match) == expected
+    before = cache.num_allocatable
+    cache.lock(match)
+    assert cache.num_allocatable == expected, before
+
+
+def test_matches_have_in_common_the_places_that_they_pass_together() -> None:
+    cache = PrefixCache(60, 2)
+    for tokens in ([1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 4, 4], [5, 5]):
+        Running(cache, tokens).finish()
+    paths = [cache.match(tokens).path() for tokens in ([1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 2, 9, 9])]
+    assert paths[0][1:] == paths[1][1:] == paths[2]
+    assert paths[0][0] != paths[1][0]
+    assert [len(path) for path in paths] == [3, 3, 2]
+    assert cache.match([9]).path() == [None] == cache.match([5, 5]).path()[1:]
+    assert cache.match([9], "salt").path() == ["salt"]

@@ -242,7 +242,7 @@ class Scheduler:
         request.change_state(RequestState.RUNNING)
         request.slot = self._free_slots.pop()
         request.lock = self.cache.lock(match, priority=request.priority, recomputation=request.num_retractions > 0)
-        request.num_pages, request.num_counted = len(match.pages), len(request.output_ids)
+        request.num_pages = len(match.pages)
         self.page_tables[request.slot, : request.num_pages] = match.pages
         request.computed_len = self._first_to_compute(request, match)
         if not request.num_retractions:

@@ -132,7 +132,7 @@ def test_a_request_out_of_time_ends_with_what_it_has_waiting_or_running(tiny_eng
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
 def test_a_timeout_that_is_no_positive_number_is_refused(tiny_engine: Engine, timeout: Any) -> None:
-    with pytest.raises(ValueError, match="timeout must be a positive number"):
+    with pytest.raises(ValueError, match="timeout must be a finite number in"):
         tiny_engine.generate(input_ids=PROMPTS[0], timeout=timeout)
 
 

@@ -63,7 +63,7 @@ def test_tokens_are_the_same_after_evictions_and_retractions(small_pool: Engine,
     assert output_ids(small_pool, REQUESTS, PARAMS) == uncached
     small_pool.check_idle()
     assert small_pool.cache.statistics.total.evicted_tokens > 1000, "the pool was too large to evict much"
-    assert small_pool.scheduler.num_retractions > 5, "the pool was too large to retract anybody"
+    assert small_pool.scheduler.num_retractions >= 5, "the pool was too large to retract anybody"
 
 
 def poison(engine: Engine) -> None:

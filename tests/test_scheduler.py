@@ -123,6 +123,7 @@ def test_a_prompt_under_way_skips_what_another_request_has_computed_meanwhile() 
     device.run()
     assert first.cached_tokens == 0
     assert second.cached_tokens == 80
+    assert device.cache.statistics.total.hit_tokens == 80, "the cache counts what results say"
     device.check_outputs()
 
 
@@ -354,3 +355,28 @@ def test_random_loads_on_a_tiny_pool_keep_every_answer_and_every_page(page_size:
     device.run()
     device.check_outputs()
     device.check_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_log_probabilities_are_right_whatever_is_cached_kept_evicted_or_retracted(page_size: int, seed: int) -> None:
+    """Beside requests that want none, whose pages know no values; from any position, in chunks, without output."""
+    rng = random.Random(seed)
+    chunk = rng.choice([3, 7, 16, 64])
+    device = PaperDevice(-(-100 // page_size) + rng.randrange(4), page_size, rows=rng.choice([3, 8]), chunk=chunk)
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randrange(12))]
+            start = rng.choice([None, 0, rng.randrange(len(prompt)), len(prompt) - 1, len(prompt)])
+            outputs = rng.choice([1, 9, 30] if start in (None, len(prompt)) else [0, 0, 1, 9, 30])
+            device.add(prompt, outputs, logprob_start=start, num_top=rng.randrange(2))
+        for _ in range(rng.randrange(6)):
+            device.step()
+            device.check()
+        if device.scheduler.running and rng.random() < 0.1:
+            device.abort(rng.choice(device.scheduler.running))
+    device.run()
+    device.check_outputs()
+    device.check_idle()
+    assert device.cache.statistics.total.hit_tokens == sum(request.cached_tokens for request in device.requests)

@@ -110,13 +110,13 @@ def test_a_grammar_is_compiled_when_it_is_submitted_for_each_request(tiny_text_p
         random_seed=0,
     )
     params = [{"regex": "ab"}, {"regex": "ab"}, {}]
-    first, second, free = with_text.requests(None, [[3], [4], [5]], params, None, None)[0]
+    first, second, free = with_text.requests(None, [[3], [4], [5]], params)[0]
     assert first.constraint is not None
     assert second.constraint is not None
     assert first.constraint is not second.constraint
     assert free.constraint is None
     with pytest.raises(ValueError, match="regex is refused"):
-        with_text.requests(None, [3], {"regex": "(a"}, None, None)
+        with_text.requests(None, [3], {"regex": "(a"})
 
 
 def test_every_request_is_in_the_callers_namespace() -> None:

@@ -140,6 +140,29 @@ def test_chunks_never_exceed_the_budget_and_at_most_one_prompt_is_partial() -> N
         device.check_outputs()
 
 
+@pytest.mark.parametrize("missing", [0, 1, 4, 63, 64, 65])
+def test_prompts_nearly_cached_fill_chunks_beside_many_rows_and_one_at_most_is_partial(missing: int) -> None:
+    """35 rows decode while prompts of 64 cached tokens come, each with so many of its own."""
+    device = PaperDevice(num_pages=800, page_size=4, rows=45, chunk=64)
+    shared = [t % VOCAB for t in range(64)]
+    for i in range(35):
+        device.add([*shared, i], max_new_tokens=60)
+    while device.scheduler.waiting:
+        device.step()
+    for i in range(8):
+        device.add([*shared, 49 - i, *range(missing)], max_new_tokens=2)
+    while device.scheduler.waiting or len(device.scheduler.running) > 35:
+        plan = device.step()
+        partial = [r for r in device.scheduler.running if not r.num_sampled]
+        assert plan is not None
+        assert len(plan.decode) >= 35
+        assert len(partial) <= 1
+    assert all(request.cached_tokens >= 64 for request in device.requests[1:])
+    device.run()
+    device.check_outputs()
+    device.check_idle()
+
+
 def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
     device = PaperDevice(num_pages=100, page_size=4, chunk=8)
     short = device.add([1, 2, 3], max_new_tokens=12)
@@ -367,7 +390,7 @@ def test_log_probabilities_are_right_whatever_is_cached_kept_evicted_or_retracte
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
     for _ in range(60):
         for _ in range(rng.randrange(3)):
-            prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randrange(12))]
+            prompt = rng.choice(prefixes) + [rng.randrange(3) for _ in range(rng.randrange(12))]
             start = rng.choice([None, 0, rng.randrange(len(prompt)), len(prompt) - 1, len(prompt)])
             outputs = rng.choice([1, 9, 30] if start in (None, len(prompt)) else [0, 0, 1, 9, 30])
             device.add(prompt, outputs, logprob_start=start, num_top=rng.randrange(2))

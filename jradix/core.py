@@ -70,11 +70,10 @@ class Core:
             ValueError: an id is taken by a live request, or a request could never run in this pool.
             QueueFullError: there are more than `max_queued_requests` waiting.
         """
+        taken = self.outputs.keys() | {output.request.group for output in self.outputs.values()}
         for output in outputs:
-            if output.request.id in self.outputs:
-                raise ValueError(
-                    f"rid {output.request.id!r} belongs to a request that is still running: choose another"
-                )
+            for rid in {output.request.id, output.request.group or output.request.id} & taken:
+                raise ValueError(f"rid {rid!r} belongs to a request that is still running: choose another")
             self.scheduler.validate(output.request)
             if output.request.params.custom_logit_processor is not None:
                 self.runner.register_processor(output.request.params.custom_logit_processor)

@@ -22,6 +22,9 @@ from jradix.packing import viewed
 WORD = 32
 """Bits of a word of the mask."""
 
+LOWEST = -1e30
+"""A logit that no other one is below, and that is finite after the division by any temperature."""
+
 
 class Penalties(NamedTuple):
     """One entry a row; a row without penalties has a repetition penalty of 1, and the others are 0."""
@@ -91,7 +94,10 @@ def mask_words(vocab_size: int) -> int:
 
 
 def apply_mask(logits: Array, allowed: Array) -> Array:
-    """-inf for every token but the allowed.
+    """-inf for every token but the allowed. Rows that allow every token keep their logits.
+
+    In others the allowed have LOWEST at least, so that one of them is sampled in any case: a processor that bans them
+    all, or a broken model, would else make a grammar meet a token that it does not know.
 
     Args:
         logits: f32 [rows, vocab].
@@ -99,4 +105,6 @@ def apply_mask(logits: Array, allowed: Array) -> Array:
     """
     rows, vocab = logits.shape
     bits = (allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return jnp.where(bits.reshape(rows, -1)[:, :vocab] > 0, logits, -jnp.inf)
+    may_follow = bits.reshape(rows, -1)[:, :vocab] > 0
+    raised = jnp.where(may_follow.all(axis=1, keepdims=True), logits, jnp.fmax(logits, LOWEST))
+    return jnp.where(may_follow, raised, -jnp.inf)

@@ -208,8 +208,7 @@ class Scheduler:
         if num_tokens <= 0 or not self._grow(request, start + num_tokens):
             return 0
         end = start + num_tokens
-        if not request.num_retractions:
-            request.cached_tokens += copied
+        self._count_cached(request, copied)
         table, held = self.page_tables[request.slot], _held(request).num_tokens
         first = max(start, held) // self.page_size  # of the pages that are not the tree's
         own = table[first : self._pages_for(end)].copy()
@@ -283,18 +282,24 @@ class Scheduler:
             return match
         table = self.page_tables[request.slot]
         if match.num_tokens > held.num_tokens:
-            # Its first insert has counted it.
-            request.lock = self.cache.lock(match, priority=request.priority, recomputation=True)
+            counted = held.uncounted is None
+            request.lock = self.cache.lock(match, priority=request.priority, recomputation=counted)
             first_private = held.num_tokens // self.page_size
             self.cache.unlock(held)
             self.cache.free(table[first_private : request.num_pages].copy())
             table[: len(match.pages)] = match.pages
             request.num_pages = len(match.pages)
         start = self._first_to_compute(request, match)
-        if not request.num_retractions:
-            request.cached_tokens += start - request.computed_len
+        self._count_cached(request, start - request.computed_len)
         request.computed_len = start
         return match
+
+    def _count_cached(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that the request has found after all; in the cache too, unless its first insert will."""
+        if not request.num_retractions:
+            request.cached_tokens += num_tokens
+            if num_tokens and _held(request).uncounted is None:
+                self.cache.statistics.count_late_hit(request.namespace, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Allocate pages so that the request can hold `num_tokens`; False, and nothing changed, if there are none."""

@@ -1,6 +1,7 @@
 """What a caller of `generate` can count on: results, streams, ends, aborts, threads, and life after a failure."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -149,25 +150,39 @@ def test_a_stream_that_is_closed_leaks_nothing(tiny_engine: Engine, items: int) 
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_abort_works_at_every_stage_and_leaves_right_caches(tiny_engine: Engine, steps: int) -> None:
+@pytest.mark.parametrize("regex", [None, "[a-f]+"])
+@pytest.mark.parametrize("end", ["abort", "timeout"])
+def test_abort_and_timeout_work_at_every_stage_and_leave_right_caches(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int, regex: str | None, end: str
+) -> None:
     """Queued, between chunks of the prompt, with a step in flight, while decoding, and when over."""
-    prompt = list(range(20, 80))
-    expected = output_ids(tiny_engine, [prompt], greedy(8))[0]
+    prompt, params = list(range(20, 80)), greedy(8, regex=regex)
+    expected = output_ids(tiny_engine, [prompt], params)[0]
     tiny_engine.flush_cache()
     with paused(tiny_engine):
         tiny_engine.scheduler.chunked_prefill_size = 16
-        stream = tiny_engine.generate(input_ids=[prompt], sampling_params=greedy(8), rid=["x"], stream=True)
+        timeout = 1000 if end == "timeout" else None
+        stream = tiny_engine.generate(
+            input_ids=[prompt], sampling_params=params, rid=["x"], timeout=timeout, stream=True
+        )
         with tiny_engine.hold() as core:
             for _ in range(steps):
                 core.step()
-        assert tiny_engine.abort_request("x")
-        assert not tiny_engine.abort_request("x"), "aborted twice"
-        last = list(stream)[-1]
+            if end == "timeout":
+                later = time.perf_counter() + 2000
+                with monkeypatch.context() as patch:
+                    patch.setattr(time, "perf_counter", lambda: later)
+                    core.turn()
+        assert tiny_engine.abort_request("x") == (end == "abort")
+        assert not tiny_engine.abort_request("x"), "it has ended"
+        *before, last = stream
+        assert not any(item["meta_info"]["finish_reason"] for item in before), "it ended twice"
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert last["output_ids"] == expected[: len(last["output_ids"])]
-        assert len(last["output_ids"]) == max(0, steps - 4), "four chunks, and one step in flight"
-    tiny_engine.check_idle()
-    assert output_ids(tiny_engine, [prompt], greedy(8))[0] == expected
+        # Four chunks; and one step in flight, but for a grammar, whose mask needs the tokens before it.
+        assert len(last["output_ids"]) == max(0, steps - 4)
+        tiny_engine.check_idle()
+    assert output_ids(tiny_engine, [prompt], params)[0] == expected
     tiny_engine.scheduler.chunked_prefill_size = 64
 
 
@@ -206,6 +221,42 @@ def test_a_rid_is_unique_among_the_living_only(tiny_engine: Engine) -> None:
     assert len(list(stream)[-1]["output_ids"]) == 12, "the first one was disturbed"
     again = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(3), rid="mine")
     assert again["meta_info"]["id"] == "mine"
+
+
+def test_samples_of_one_rid_have_ids_that_nobody_else_has(tiny_engine: Engine) -> None:
+    both = greedy(12, n=2)
+    with pytest.raises(ValueError, match=r"rid must name each request differently, .*'x-0', 'x-1', 'x-0'"):
+        tiny_engine.generate(input_ids=PROMPTS[:2], sampling_params=[both, greedy(3)], rid=["x", "x-0"])
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=both, rid="x", stream=True)
+        for rid, params in (("x", both), ("x", greedy(3)), ("x-1", greedy(3)), ("x-1", both)):
+            with pytest.raises(ValueError, match="belongs to a request that is still running"):
+                next(tiny_engine.generate(input_ids=PROMPTS[1], sampling_params=params, rid=rid, stream=True))
+        assert tiny_engine.abort_request("x-1")
+    ends = {index: items[-1]["meta_info"] for index, items in collect(stream).items()}
+    assert [ends[index]["finish_reason"]["type"] for index in range(2)] == ["length", "abort"]
+    assert [ends[index]["id"] for index in range(2)] == ["x-0", "x-1"]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_without_new_tokens_there_are_results_and_no_tokens(tiny_engine: Engine, logprobs: bool) -> None:
+    """Alone and as four samples, cold and on a cached prompt; log-probabilities are all that needs the model."""
+    for n in (1, 4, 4):
+        options: dict[str, Any] = {"return_logprob": logprobs, "logprob_start_len": 2 if logprobs else None}
+        params = greedy(0, n=n)
+        items = collect(tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=params, stream=True, **options))
+        assert sorted(items) == list(range(n))
+        for [item] in items.values():
+            assert (item["text"], item["output_ids"]) == ("", [])
+            meta = item["meta_info"]
+            assert (meta["completion_tokens"], meta["finish_reason"]) == (0, {"type": "length", "length": 0})
+            assert "time_to_first_token" not in meta
+            if logprobs:
+                assert meta["output_token_logprobs"] == []
+                assert [token for _, token, _ in meta["input_token_logprobs"]] == PROMPTS[0][2:]
+                assert all(value < 0 for value, _, _ in meta["input_token_logprobs"])
+        tiny_engine.check_idle()
+    assert bool(tiny_engine.cache.num_evictable) == logprobs
 
 
 def test_a_closed_stream_does_not_abort_a_later_request_of_the_same_rid(tiny_engine: Engine) -> None:

@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -65,6 +66,11 @@ class Submission:
             for prompt_ids, one_params, one_options in zip(prompts, params, each, strict=True)
             for request in self._samples(self._request(prompt_ids, one_params, one_options, arrival_time))
         ]
+        ids = Counter(request.id for request in made)
+        if len(ids) < len(made):
+            raise ValueError(
+                f"rid must name each request differently, samples too, got {ids.most_common(1)[0][0]!r} twice"
+            )
         return made, single and params[0].n == 1
 
     def _samples(self, first: Request) -> Iterator[Request]:

@@ -3,7 +3,8 @@
 They apply in this order. Repetition penalty (Keskar et al., "CTRL", 2019): logits of tokens in the prompt or the output
 are divided by it where positive and multiplied where negative. Frequency and presence penalty, as OpenAI defines them:
 minus the one for each time a token stands in the output, minus the other once if it does. Biases are added. What the
-mask does not allow becomes -inf. A row that asks for nothing keeps its logits, bit for bit.
+mask does not allow becomes -inf, and of what it allows nothing is, so that some of it is sampled whatever a processor
+has made of the logits. A row that asks for nothing keeps its logits, bit for bit.
 
 *Counts*, int32 `[max_slots + 1, vocab]`, hold for each slot and token twice its count in the output, plus one if it is
 in the prompt. The last row is nobody's.
@@ -91,7 +92,7 @@ def mask_words(vocab_size: int) -> int:
 
 
 def apply_mask(logits: Array, allowed: Array) -> Array:
-    """-inf for every token but the allowed.
+    """-inf for every token but the allowed; in rows that do not allow all, these are finite: the lowest for -inf, NaN.
 
     Args:
         logits: f32 [rows, vocab].
@@ -99,4 +100,6 @@ def apply_mask(logits: Array, allowed: Array) -> Array:
     """
     rows, vocab = logits.shape
     bits = (allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return jnp.where(bits.reshape(rows, -1)[:, :vocab] > 0, logits, -jnp.inf)
+    is_allowed = bits.reshape(rows, -1)[:, :vocab] > 0
+    finite = jnp.fmax(logits, jnp.finfo(jnp.float32).min)
+    return jnp.where(is_allowed, jnp.where(is_allowed.all(axis=1, keepdims=True), logits, finite), -jnp.inf)

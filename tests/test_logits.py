@@ -181,3 +181,12 @@ def test_a_mask_leaves_the_allowed_tokens_and_nothing_else(vocab: int) -> None:
     logits = rng.normal(size=(4, vocab)).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(apply_mask)(logits, mask), np.where(allowed, logits, -np.inf))
     np.testing.assert_array_equal(jax.jit(apply_mask)(logits, allow_all(4, vocab)), logits)
+
+
+def test_of_a_masked_row_an_allowed_token_is_sampled_whatever_a_processor_has_made_of_it() -> None:
+    nothing_left = np.array([[-np.inf] * 40, [np.nan] * 40, [-np.inf] * 40], np.float32)
+    mask = allow_all(3, 40)
+    mask[:2] = [1 << 7, 1 << 3]
+    found = np.asarray(jax.jit(apply_mask)(nothing_left, mask))
+    assert [np.flatnonzero(row > -np.inf).tolist() for row in found[:2]] == [[7, 35]] * 2
+    np.testing.assert_array_equal(found[2], nothing_left[2])

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -11,7 +12,10 @@ import numpy as np
 from jradix import Engine, SamplingParams
 from jradix.logit_processor import ProcessorRow
 
-VOCAB, LETTERS = 320, 26
+VOCAB = 320
+SHAKE = 1e-4
+"""By how much logits are changed to see whether they were nearly equal."""
+
 STOPS: list[dict[str, Any]] = [
     {"stop": "a"},
     {"stop": ["dy", "bz"], "no_stop_trim": True},
@@ -28,8 +32,10 @@ CHANCES = {"stop": 0.25, "stop id": 0.15, "grammar": 0.15, "penalty": 0.25, "bia
 
 
 def prefer_neighbours(logits: jax.Array, row: ProcessorRow) -> jax.Array:
-    """A token whose id is near that of the token before is likelier, by the request's number."""
-    return logits - row.params[0] * jnp.abs(jnp.arange(len(logits)) - row.last_token) / len(logits)
+    """By the request's first number, ids near that of the token before are likelier; the second shakes all a little."""
+    ids = jnp.arange(len(logits))
+    preferred = row.params[0] * jnp.abs(ids - row.last_token) / len(logits)
+    return logits - preferred + SHAKE * jnp.sin(row.params[1] * ids)
 
 
 @dataclass
@@ -48,15 +54,31 @@ class Job:
     def solve(self, alone: Engine) -> list[dict[str, Any]]:
         """What the samples give as requests of their own, one after another."""
         if self.expected is None:
-            self.expected = [
-                alone.generate(
-                    input_ids=self.prompt,
-                    sampling_params=SamplingParams(**self.params | {"n": 1, "seed": self.params["seed"] + index}),
-                    **self.options,
-                )
-                for index in range(self.num_samples)
-            ]
+            self.expected = [self._run(alone, sample, self.params) for sample in range(self.num_samples)]
         return self.expected
+
+    def may_round_to(self, alone: Engine, sample: int, output_ids: list[int]) -> bool:
+        """Whether rounding explains why these are not the expected tokens: the first that differs was a close choice.
+
+        A number drawn at random falls between two of 320 tokens, and once in some 10,000 draws so close to both that
+        the last bits of the logits decide. Then they do so too where the logits are shaken.
+        """
+        expected = self.solve(alone)[sample]["output_ids"]
+        pairs = zip(expected, output_ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same == min(len(expected), len(output_ids)):
+            return False
+        strength = self.params.get("custom_params", [0.0])[0]
+        for shake in range(1, 13):
+            shaken = {"custom_logit_processor": prefer_neighbours, "custom_params": [strength, shake]}
+            found = self._run(alone, sample, self.params | shaken)["output_ids"]
+            if found[: same + 1] == output_ids[: same + 1]:
+                return True
+        return False
+
+    def _run(self, alone: Engine, sample: int, params: dict[str, Any]) -> dict[str, Any]:
+        own = SamplingParams(**params | {"n": 1, "seed": params["seed"] + sample})
+        return alone.generate(input_ids=self.prompt, sampling_params=own, **self.options)
 
 
 def draw_jobs(count: int, rng: random.Random) -> list[Job]:

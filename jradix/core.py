@@ -99,9 +99,8 @@ class Core:
         return cached_lens, self.scheduler.estimate.share
 
     def abort(self, rid: str) -> bool:
-        """End the live requests of this id, or of this group; False if there are none."""
-        outputs = [self.outputs[rid]] if rid in self.outputs else []
-        outputs = outputs or [output for output in self.outputs.values() if output.request.group == rid]
+        """End the live requests of this id or of this group; False if there are none."""
+        outputs = [output for output in self.outputs.values() if rid in (output.request.id, output.request.group)]
         for output in outputs:
             self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
         return bool(outputs)

@@ -3,7 +3,8 @@
 They apply in this order. Repetition penalty (Keskar et al., "CTRL", 2019): logits of tokens in the prompt or the output
 are divided by it where positive and multiplied where negative. Frequency and presence penalty, as OpenAI defines them:
 minus the one for each time a token stands in the output, minus the other once if it does. Biases are added. What the
-mask does not allow becomes -inf. A row that asks for nothing keeps its logits, bit for bit.
+mask does not allow becomes -inf, and of what it allows nothing is, so that some of it is sampled whatever a processor
+has made of the logits. A row that asks for nothing keeps its logits, bit for bit.
 
 *Counts*, int32 `[max_slots + 1, vocab]`, hold for each slot and token twice its count in the output, plus one if it is
 in the prompt. The last row is nobody's.

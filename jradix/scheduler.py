@@ -257,9 +257,10 @@ class Scheduler:
         wanted, kept = request.logprobs, self.cache.kept_logprobs
         if wanted is None or wanted.first_unknown >= request.prompt_len:
             return match.num_tokens
-        end = min(match.num_tokens + match.head_len, request.prompt_len)
-        if kept is not None and wanted.first_unknown < end and not wanted.wants_more_than_the_token:
-            wanted.take_kept(kept.read(np.append(match.pages, match.head_page), wanted.first_unknown, end))
+        if kept is not None and not wanted.wants_more_than_the_token:
+            found = self.cache.match(request.prompt_ids, request.namespace)  # with the last token, which `match` lacks
+            pages, end = np.append(found.pages, found.head_page), found.num_tokens + found.head_len
+            wanted.take_kept(kept.read(pages, wanted.first_unknown, max(wanted.first_unknown, end)))
         if wanted.first_unknown >= request.prompt_len:
             return match.num_tokens
         return min(match.num_tokens, wanted.first_unknown - 1)

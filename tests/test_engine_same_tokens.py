@@ -48,12 +48,6 @@ def uncached(shared_tiny_engine: Engine) -> list[list[int]]:
         shared_tiny_engine.cache.enabled = True
 
 
-@pytest.fixture(scope="module")
-def small_pool(tiny_text_path: Path) -> Engine:
-    """24 pages: one request may need 19 of them, four run at once."""
-    return start(tiny_text_path, max_total_tokens=96)
-
-
 def test_tokens_are_the_same_with_the_cache_on_and_off(tiny_engine: Engine, uncached: list[list[int]]) -> None:
     results = tiny_engine.generate(input_ids=REQUESTS, sampling_params=PARAMS)
     assert [result["output_ids"] for result in results] == uncached

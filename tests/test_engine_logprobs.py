@@ -72,16 +72,16 @@ class WarmUp(NamedTuple):
     lengths: tuple[int, ...]  # of the prompts before it, which are beginnings of it
     starts: tuple[int | None, ...]  # from which position each reports; None: nothing
     hit: int  # tokens that are cached then
-    kept: range = range(0)  # positions whose values are known; the last one is not matched, and so not looked up
+    kept: range = range(0)  # positions whose values are known
 
 
 WARM_UPS = [
     WarmUp("nothing", (), (), 0),
     WarmUp("all, nobody asked", (LENGTH,), (None,), LENGTH - 1),
     WarmUp("half, nobody asked", (22,), (None,), 22),
-    WarmUp("all are kept", (LENGTH,), (0,), LENGTH - 1, range(LENGTH - 1)),
+    WarmUp("all are kept", (LENGTH,), (0,), LENGTH - 1, range(LENGTH)),
     WarmUp("half are kept", (22,), (0,), 22, range(22)),
-    WarmUp("those behind a gap are kept", (LENGTH,), (30,), LENGTH - 1, range(30, LENGTH - 1)),
+    WarmUp("those behind a gap are kept", (LENGTH,), (30,), LENGTH - 1, range(30, LENGTH)),
     WarmUp("all, and half are kept", (22, LENGTH), (0, None), LENGTH - 1, range(22)),
     WarmUp("all, and half are kept later, of whole pages", (LENGTH, 22), (None, 0), LENGTH - 1, range(20)),
 ]

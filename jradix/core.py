@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -19,6 +19,9 @@ from jradix.sampling_batch import SamplingInputs, build_mask, build_sampling_inp
 from jradix.schedule_plan import StepPlan
 from jradix.scheduler import ResultsNeededError, Scheduler
 from jradix.startup import Parts
+
+MANY_DEADLINES = 1_000
+"""So many deadlines of requests that have ended are kept beside twice as many as live, before they are thrown out."""
 
 PauseMode = Literal["retract", "in_place", "abort"]
 
@@ -49,7 +52,8 @@ class Core:
         self.weight_version = 0
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
-        self._deadlines: list[tuple[float, str, Output]] = []  # a heap; requests that have ended stay until theirs
+        self._groups: Counter[str] = Counter()  # live requests of those that are several samples of one prompt
+        self._deadlines: list[tuple[float, str, Output]] = []  # a heap, with requests that have ended
         self._start_afresh()
 
     @property
@@ -70,10 +74,10 @@ class Core:
             ValueError: an id is taken by a live request, or a request could never run in this pool.
             QueueFullError: there are more than `max_queued_requests` waiting.
         """
-        taken = self.outputs.keys() | {output.request.group for output in self.outputs.values()}
         for output in outputs:
-            for rid in {output.request.id, output.request.group or output.request.id} & taken:
-                raise ValueError(f"rid {rid!r} belongs to a request that is still running: choose another")
+            for rid in (output.request.id, output.request.group):
+                if rid in self.outputs or rid in self._groups:
+                    raise ValueError(f"rid {rid!r} belongs to a request that is still running: choose another")
             self.scheduler.validate(output.request)
             if output.request.params.custom_logit_processor is not None:
                 self.runner.register_processor(output.request.params.custom_logit_processor)
@@ -81,11 +85,17 @@ class Core:
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
+            if request.group is not None:
+                self._groups[request.group] += 1
             self.scheduler.add(request)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.id, output))
             if request.max_new_tokens == 0 and not request.wants_prompt:
                 self._finish(request, FinishReason("length", length=0))
+
+        if len(self._deadlines) > 2 * len(self.outputs) + MANY_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            heapq.heapify(self._deadlines)
 
     def forecast(self, requests: Sequence[Request]) -> tuple[list[int] | None, float]:
         """What helps to plan a batch: tokens cached of each prompt, and the share of `max_new_tokens` that is used.
@@ -271,6 +281,10 @@ class Core:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
+        if request.group is not None:
+            self._groups[request.group] -= 1
+            if not self._groups[request.group]:
+                del self._groups[request.group]
         self.outputs.pop(request.id).finish(weight_version=self.weight_version)
 
     def _expire(self) -> None:
@@ -285,6 +299,7 @@ class Core:
         """After a failed step trust nothing, on the device or in the books: start afresh and leave nobody waiting."""
         outputs = list(self.outputs.values())
         self.outputs.clear()
+        self._groups.clear()
         self._in_flight.clear()
         for output in outputs:
             output.request.finish_reason = FinishReason("abort", message=f"the step failed: {error!r}")

@@ -171,3 +171,13 @@ def test_a_pause_stops_all_steps_and_loses_no_request(tiny_engine: Engine, mode:
 def test_a_mode_of_pausing_that_does_not_exist_is_refused(tiny_engine: Engine) -> None:
     with pytest.raises(ValueError, match="mode must be one of retract, in_place, abort"):
         tiny_engine.pause_generation("gently")  # pyright: ignore[reportArgumentType]
+
+
+def test_deadlines_of_requests_that_have_ended_are_not_kept_for_ever(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jradix.core.MANY_DEADLINES", 10)
+    for _ in range(5):
+        tiny_engine.generate(input_ids=PROMPTS[:6], sampling_params=greedy(1), timeout=3600.0)
+    with tiny_engine.hold() as core:
+        assert len(core._deadlines) <= 10 + 2 * 6

@@ -1,6 +1,7 @@
 """The engine's loop: plan a step, launch it, collect the one before, end what is complete or overdue."""
 
 import heapq
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -61,7 +62,10 @@ class Core:
         """How long nothing may be done at most; None if no request has a deadline."""
         while self._deadlines and self._deadlines[0][2].finished:
             heapq.heappop(self._deadlines)
-        return max(0.0, self._deadlines[0][0] - time.perf_counter()) if self._deadlines else None
+        if not self._deadlines:
+            return None
+        # A thread cannot be told to wait for longer than that; it then just looks again.
+        return min(max(0.0, self._deadlines[0][0] - time.perf_counter()), threading.TIMEOUT_MAX)
 
     def submit(self, outputs: Sequence[Output]) -> None:
         """Queue requests, all of them or none.

@@ -135,6 +135,12 @@ def test_a_request_out_of_time_ends_with_what_it_has_waiting_or_running(tiny_eng
     assert len(last["output_ids"]) == 20
 
 
+def test_a_timeout_longer_than_a_thread_can_wait_is_none(tiny_engine: Engine) -> None:
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(4), timeout=1e300, stream=True)
+    assert len(list(stream)[-1]["output_ids"]) == 4
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
 def test_a_timeout_that_is_no_positive_number_is_refused(tiny_engine: Engine, timeout: Any) -> None:
     with pytest.raises(ValueError, match=r"timeout must be a finite number in \(0, inf\)"):

@@ -1,6 +1,7 @@
 """The engine's loop: plan a step, launch it, collect the one before, end what is complete or overdue."""
 
 import heapq
+import itertools
 import threading
 import time
 from collections import deque
@@ -50,7 +51,9 @@ class Core:
         self.weight_version = 0
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
-        self._deadlines: list[tuple[float, str, Output]] = []  # a heap; requests that have ended stay until theirs
+        # A heap of deadline, number among all, and output; requests that have ended stay until theirs.
+        self._deadlines: list[tuple[float, int, Output]] = []
+        self._deadline_numbers = itertools.count()
         self._start_afresh()
 
     @property
@@ -87,7 +90,7 @@ class Core:
             self.outputs[request.id] = output
             self.scheduler.add(request)
             if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, request.id, output))
+                heapq.heappush(self._deadlines, (request.deadline, next(self._deadline_numbers), output))
             if request.max_new_tokens == 0 and not request.wants_prompt:
                 self._finish(request, FinishReason("length", length=0))
 

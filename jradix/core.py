@@ -1,6 +1,8 @@
 """The engine's loop: plan a step, launch it, collect the one before, end what is complete or overdue."""
 
 import heapq
+import itertools
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -53,7 +55,9 @@ class Core:
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
         self._groups: Counter[str] = Counter()  # live requests of those that are several samples of one prompt
-        self._deadlines: list[tuple[float, str, Output]] = []  # a heap, with requests that have ended
+        # A heap of deadline, number among all, and output; with requests that have ended.
+        self._deadlines: list[tuple[float, int, Output]] = []
+        self._deadline_numbers = itertools.count()
         self._start_afresh()
 
     @property
@@ -65,7 +69,10 @@ class Core:
         """How long nothing may be done at most; None if no request has a deadline."""
         while self._deadlines and self._deadlines[0][2].finished:
             heapq.heappop(self._deadlines)
-        return max(0.0, self._deadlines[0][0] - time.perf_counter()) if self._deadlines else None
+        if not self._deadlines:
+            return None
+        # A thread cannot be told to wait for longer than that; it then just looks again.
+        return min(max(0.0, self._deadlines[0][0] - time.perf_counter()), threading.TIMEOUT_MAX)
 
     def submit(self, outputs: Sequence[Output]) -> None:
         """Queue requests, all of them or none.
@@ -89,7 +96,7 @@ class Core:
                 self._groups[request.group] += 1
             self.scheduler.add(request)
             if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, request.id, output))
+                heapq.heappush(self._deadlines, (request.deadline, next(self._deadline_numbers), output))
             if request.max_new_tokens == 0 and not request.wants_prompt:
                 self._finish(request, FinishReason("length", length=0))
 

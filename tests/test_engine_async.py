@@ -135,6 +135,26 @@ def test_a_request_out_of_time_ends_with_what_it_has_waiting_or_running(tiny_eng
     assert len(last["output_ids"]) == 20
 
 
+def test_a_timeout_longer_than_a_thread_can_wait_is_none(tiny_engine: Engine) -> None:
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(4), timeout=1e300, stream=True)
+    assert len(list(stream)[-1]["output_ids"]) == 4
+
+
+def test_requests_of_one_id_may_have_the_same_deadline(tiny_engine: Engine) -> None:
+    """One after another, beside one that is due sooner: far enough away, a deadline is rounded to the same number."""
+    with paused(tiny_engine):
+        first = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(4), timeout=1e3, stream=True)
+        for _ in range(3):
+            again = tiny_engine.generate(
+                input_ids=PROMPTS[1], sampling_params=greedy(4), rid="again", timeout=1e300, stream=True
+            )
+            tiny_engine.abort_request("again")
+            assert list(again)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(list(first)[-1]["output_ids"]) == 4
+    tiny_engine.check_idle()
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
 def test_a_timeout_that_is_no_positive_number_is_refused(tiny_engine: Engine, timeout: Any) -> None:
     with pytest.raises(ValueError, match=r"timeout must be a finite number in \(0, inf\)"):

@@ -150,7 +150,7 @@ def test_a_stream_that_is_closed_leaks_nothing(tiny_engine: Engine, items: int) 
 
 
 @pytest.mark.parametrize("steps", range(8))
-@pytest.mark.parametrize("regex", [None, "[a-f]+"])
+@pytest.mark.parametrize("regex", [None, "([a-c][d-f])+"])
 @pytest.mark.parametrize("end", ["abort", "timeout"])
 def test_abort_and_timeout_work_at_every_stage_and_leave_right_caches(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int, regex: str | None, end: str
@@ -231,7 +231,7 @@ def test_samples_of_one_rid_have_ids_that_nobody_else_has(tiny_engine: Engine) -
         stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=both, rid="x", stream=True)
         for rid, params in (("x", both), ("x", greedy(3)), ("x-1", greedy(3)), ("x-1", both)):
             with pytest.raises(ValueError, match="belongs to a request that is still running"):
-                next(tiny_engine.generate(input_ids=PROMPTS[1], sampling_params=params, rid=rid, stream=True))
+                tiny_engine.generate(input_ids=PROMPTS[1], sampling_params=params, rid=rid, stream=True)
         assert tiny_engine.abort_request("x-1")
     ends = {index: items[-1]["meta_info"] for index, items in collect(stream).items()}
     assert [ends[index]["finish_reason"]["type"] for index in range(2)] == ["length", "abort"]

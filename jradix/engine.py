@@ -255,6 +255,7 @@ class Engine:
     def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
         ended: SimpleQueue[Output] = SimpleQueue()
         outputs = self._outputs(requests, ended.put, each_token=False)
+        abandon = self._abandoning(outputs)
         delivery = Delivery(outputs, single=True)
         plan = self._plan_batch(requests)
         order = range(len(outputs)) if plan is None else plan.order.tolist()
@@ -270,7 +271,7 @@ class Engine:
                     meta = result["meta_info"]
                     progress.add(meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"])
             except BaseException:
-                self._abandon(outputs)
+                abandon()
                 raise
         in_order = [results[request.id] for request in requests]
         return in_order[0] if single else in_order
@@ -304,6 +305,7 @@ class Engine:
         """
         changed: SimpleQueue[Output] = SimpleQueue()
         outputs = self._outputs(requests, changed.put, each_token=True)
+        abandon = self._abandoning(outputs)
         delivery = Delivery(outputs, single=single)
         try:
             self._loop.call(partial(self._core.submit, outputs))
@@ -314,7 +316,7 @@ class Engine:
                     yield result
         finally:
             if not delivery.done:
-                self._abandon(outputs)
+                abandon()
 
     async def _async_stream(
         self, requests: list[Request], single: bool, *, each_token: bool
@@ -322,6 +324,7 @@ class Engine:
         changed: asyncio.Queue[Output] = asyncio.Queue()
         put = partial(asyncio.get_running_loop().call_soon_threadsafe, changed.put_nowait)
         outputs = self._outputs(requests, put, each_token=each_token)
+        abandon = self._abandoning(outputs)
         delivery = Delivery(outputs, single=single)
         try:
             await asyncio.wrap_future(self._loop.send(partial(self._core.submit, outputs)))
@@ -331,13 +334,14 @@ class Engine:
                     yield result
         finally:
             if not delivery.done:
-                self._abandon(outputs)
+                abandon()
 
     def _outputs(self, requests: list[Request], tell: Callable[[Output], Any], *, each_token: bool) -> list[Output]:
         return [Output(request, self.tokenizer, tell, tell_each_token=each_token) for request in requests]
 
-    def _abandon(self, outputs: list[Output]) -> None:
-        self._loop.post(partial(self._core.abandon, outputs))
+    def _abandoning(self, outputs: list[Output]) -> Callable[[], None]:
+        """What a caller who stops waiting calls. Made before: at the exit of the interpreter names are gone."""
+        return partial(self._loop.post, partial(self._core.abandon, outputs))
 
 
 def _score(meta: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The thread that owns the core: who may call it, how it ends, and that nothing is lost when it does."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -90,6 +92,19 @@ def test_an_engine_that_nobody_holds_ends_its_thread(tiny_text_path: Path) -> No
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_program_may_end_with_a_stream_open(tiny_text_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tests.tiny_engine import greedy, start
+engine = start(Path({str(tiny_text_path)!r}))
+engine.pause_generation()
+stream = engine.generate(input_ids=[3, 4, 5], sampling_params=greedy(30), stream=True)
+def keep(): "Holds the names of this program until those of all modules are gone."
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_loop_that_breaks_down_leaves_nobody_waiting(

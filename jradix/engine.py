@@ -25,6 +25,7 @@ from jradix.offline_prediction import Capacity
 from jradix.output import Output
 from jradix.progress import BatchProgress
 from jradix.request import Request
+from jradix.request_options import is_sequence
 from jradix.scheduler import Scheduler
 from jradix.submission import Params, RequestOptions, Submission, TokenIds
 
@@ -164,8 +165,9 @@ class Engine:
 
         Raises:
             ValueError: there is no continuation, one of them is empty, or does not fit.
+            RuntimeError: it was aborted, by a pause or the engine's shutdown.
         """
-        if isinstance(continuations, str) or not len(continuations):
+        if not is_sequence(continuations) or not len(continuations):
             raise ValueError(
                 f"continuations must be a list of texts or of lists of ids, not empty, got {continuations!r}"
             )
@@ -179,6 +181,10 @@ class Engine:
             top_logprobs_num=1,
             cache_salt=cache_salt,
         )
+        for result in results:
+            reason = result["meta_info"]["finish_reason"]
+            if reason["type"] == "abort":
+                raise RuntimeError(f"the scores are not complete: {reason['message']}")
         return [_score(result["meta_info"]) for result in results]
 
     def abort_request(self, rid: str) -> bool:

@@ -77,9 +77,7 @@ def check_processor(processor: LogitProcessor, vocab_size: int) -> None:
         returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", found)
         raise ValueError(f"{name} must return logits float32[{vocab_size}], it returned {returned}")
     # A step that cannot be traced would fail for everybody in it.
-    next_tokens, packed = (
-        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), (packed_processor_rows(), 1))
-    )
+    next_tokens, packed = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), (packed_processor_rows(), 1)))
     rows = jax.ShapeDtypeStruct((1, vocab_size), jnp.float32)
     try:
         jax.eval_shape(partial(apply_processor, processor=processor), rows, next_tokens, packed)

@@ -108,6 +108,43 @@ threading.kept = stream  # it outlives the names of the modules of this program
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_an_interrupt_while_waiting_to_hold_lets_the_loop_go_on(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jradix.loop.threading.Event", Interrupted)
+        with pytest.raises(KeyboardInterrupt), tiny_engine.hold():
+            pass
+    future = tiny_engine._loop.send(tiny_engine._core.check_idle)
+    future.result(60)
+
+
+def test_calls_that_were_cancelled_do_not_keep_a_loop_that_broke_down_from_answering(
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a core that cannot be closed."""
+
+    def fail() -> None:
+        raise OverflowError
+
+    with own_engine.hold() as core:
+        cancelled, waiting = (own_engine._loop.send(core.check_idle) for _ in range(2))
+        cancelled.cancel()
+        own_engine._loop._calls.put(None)
+        late = [own_engine._loop.send(core.check_idle) for _ in range(2)]
+        late[0].cancel()
+        monkeypatch.setattr(core, "close", fail)
+    waiting.result(60)
+    with pytest.raises(ShutDownError):
+        late[1].result(60)
+
+
 def test_a_loop_that_breaks_down_leaves_nobody_waiting(
     own_engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,4 +163,6 @@ def test_a_loop_that_breaks_down_leaves_nobody_waiting(
     assert own_engine._loop._over.wait(60)
     with pytest.raises(ShutDownError):
         own_engine.flush_cache()
+    with pytest.raises(ShutDownError), own_engine.hold():
+        pass
     assert "broken down" in caplog.text

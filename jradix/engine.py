@@ -224,8 +224,8 @@ class Engine:
         Returns the number of updates so far, which results give as `weight_version`.
 
         Raises:
-            ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may come
-                in the middle: then the engine stands still until another update succeeds.
+            ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may
+                come in the middle: then the engine stands still until another update succeeds.
         """
         replace = startup.weights_to_replace(self.config, self.model_config, weights)
         return self._loop.call(partial(self._core.update_weights, replace))

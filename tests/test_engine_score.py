@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,8 +53,9 @@ def test_texts_are_tokenized_and_wrong_ones_refused(tiny_engine: Engine) -> None
     [score] = tiny_engine.score("abc", ["de"])
     assert score["token_ids"] == tokenizer.encode("de", add_special_tokens=False)
     for continuations in ([], "de", [[]], [""], [[320]], 3, None):
+        given: Any = continuations
         with pytest.raises(ValueError, match=r"continuations must be|prompt is empty|input_ids must"):
-            tiny_engine.score("abc", continuations)
+            tiny_engine.score("abc", given)
 
 
 def test_scores_that_are_aborted_are_no_scores(tiny_engine: Engine) -> None:
@@ -62,5 +64,5 @@ def test_scores_that_are_aborted_are_no_scores(tiny_engine: Engine) -> None:
         while tiny_engine.get_server_info()["num_waiting_requests"] < 2:
             pass
         tiny_engine.pause_generation("abort")
-        with pytest.raises(RuntimeError, match="not complete: .*abandoned"):
+        with pytest.raises(RuntimeError, match=r"not complete: .*abandoned"):
             future.result()

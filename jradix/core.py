@@ -88,9 +88,10 @@ class Core:
                 if rid in self.outputs or rid in self._groups:
                     raise ValueError(f"rid {rid!r} belongs to a request that is still running: choose another")
             self.scheduler.validate(output.request)
+        self.scheduler.require_room(len(outputs))
+        for output in outputs:
             if output.request.params.custom_logit_processor is not None:
                 self.runner.register_processor(output.request.params.custom_logit_processor)
-        self.scheduler.require_room(len(outputs))
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
@@ -124,18 +125,18 @@ class Core:
             self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
         return bool(outputs)
 
-    def abandon(self, outputs: Sequence[Output]) -> None:
-        """Abort those of the outputs that are still alive: nobody waits for them any more."""
+    def abandon(self, outputs: Sequence[Output], message: str = "abandoned by the caller") -> None:
+        """Abort those of the outputs that are still alive: nobody waits for them, or `message` says why else."""
         for output in outputs:
             if self.outputs.get(output.request.id) is output:  # its id may belong to another one by now
-                self._finish(output.request, FinishReason("abort", message="abandoned by the caller"))
+                self._finish(output.request, FinishReason("abort", message=message))
 
     def pause(self, mode: PauseMode) -> None:
         """Stop stepping until `resume`, with all results collected. "retract": running requests give up their pages;
         "in_place": they keep them; "abort": they end, and so do those that wait."""
         self._collect_all()
         if mode == "abort":
-            self.abandon(list(self.outputs.values()))
+            self.abandon(list(self.outputs.values()), "aborted by a pause")
         elif mode == "retract":
             self.scheduler.retract_all()
         self.paused = True
@@ -224,7 +225,7 @@ class Core:
 
     def close(self) -> None:
         """Abort every live request and give the device's memory back."""
-        self.abandon(list(self.outputs.values()))
+        self.abandon(list(self.outputs.values()), "the engine was shut down")
         self._in_flight.clear()
         self.runner.close()
 

@@ -87,6 +87,8 @@ def weights_to_replace(
     """
     if isinstance(weights, Mapping):
         source: TensorSource = ArraySource(weights, {})
+    elif not isinstance(weights, str | os.PathLike):
+        raise ValueError(f"weights must be a path, a hub id, or a dict from tensor names to arrays, got {weights!r}")
     else:
         source = open_checkpoint(weights)
         other = ModelConfig.from_hf(source.config)

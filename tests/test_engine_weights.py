@@ -88,6 +88,9 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
         engine.update_weights({"model.norm.weight": np.ones(64)})
     with pytest.raises(ValueError, match="must map names of tensors to arrays"):
         engine.update_weights({"model.norm.weight": [1.0]})
+    for weights in (None, 3, b"path"):
+        with pytest.raises(ValueError, match="weights must be a path"):
+            engine.update_weights(weights)  # pyright: ignore[reportArgumentType]
     assert engine.cache.num_evictable == cached, "the cache was flushed for nothing"
     assert output_ids(engine, PROMPTS) == before
 

@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -65,10 +66,10 @@ class Submission:
             for prompt_ids, one_params, one_options in zip(prompts, params, each, strict=True)
             for request in self._samples(self._request(prompt_ids, one_params, one_options, arrival_time))
         ]
-        ids = [request.id for request in made]
-        if len(set(ids)) < len(ids):
+        [(rid, count)] = Counter(request.id for request in made).most_common(1)
+        if count > 1:
             raise ValueError(
-                f"rid must name each request differently, also where n makes rid-0, rid-1 of it, got {ids}"
+                f"rid must name each request differently, also where n makes rid-0 and so on of it, got {rid!r} twice"
             )
         return made, single and params[0].n == 1
 

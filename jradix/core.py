@@ -40,6 +40,7 @@ class Core:
     Attributes:
         paused: no step is launched; calls and deadlines go on.
         weight_version: counts updates of the weights.
+        last_progress: when a step was last collected, or begun after a rest; seconds of `time.perf_counter`.
     """
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
@@ -47,6 +48,7 @@ class Core:
         self._context_length, self._vocab_size = parts.context_length, parts.model_config.vocab_size
         self.paused = False
         self.weight_version = 0
+        self.last_progress = time.perf_counter()
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
         self._deadlines: list[tuple[float, str, Output]] = []  # a heap; requests that have ended stay until theirs
@@ -56,6 +58,11 @@ class Core:
     def can_step(self) -> bool:
         """Whether a turn would do anything."""
         return not self.paused and bool(self.outputs or self._in_flight)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the step that is on its way has been, or none has come; 0 at rest. For any thread."""
+        return time.perf_counter() - self.last_progress if self.can_step else 0.0
 
     def seconds_to_deadline(self) -> float | None:
         """How long nothing may be done at most; None if no request has a deadline."""
@@ -79,6 +86,8 @@ class Core:
             if output.request.params.custom_logit_processor is not None:
                 self.runner.register_processor(output.request.params.custom_logit_processor)
         self.scheduler.require_room(len(outputs))
+        if not self.can_step:
+            self.last_progress = time.perf_counter()
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
@@ -125,6 +134,7 @@ class Core:
 
     def resume(self) -> None:
         self.paused = False
+        self.last_progress = time.perf_counter()
 
     def update_weights(self, replace: Callable[[list[jax.Array]], None]) -> int:
         """Let `replace` change the parameters in place, and forget the KV of the old ones, pinned or not.
@@ -237,7 +247,7 @@ class Core:
         """Take the oldest step's results and end the requests that they complete."""
         step = self._in_flight.popleft()
         results = self.runner.collect(step.launched)
-        now = time.perf_counter()
+        now = self.last_progress = time.perf_counter()
         self._take_prompt_results(step, results)
         for index, row in zip(row_indices(step.plan, step.shape), step.plan.rows, strict=True):
             request = row.request

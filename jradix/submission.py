@@ -140,7 +140,7 @@ class Submission:
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
         max_new_tokens = self._max_new_tokens(params.max_new_tokens, len(prompt_ids))
-        if (params.stop or params.stop_regex) and self._tokenizer is None:
+        if params.has_text_stop and self._tokenizer is None:
             raise ValueError("stop and stop_regex need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.min_new_tokens and len(stop_ids) > MAX_SUPPRESSED_IDS:

@@ -14,11 +14,12 @@ import numpy.typing as npt
 from jradix.grammar import Constraint, Grammars
 from jradix.logprobs import MAX_LOGPROB_IDS
 from jradix.request import Request
-from jradix.request_options import RequestOptions, is_sequence, options_of_each
+from jradix.request_options import RequestOptions, options_of_each
 from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
 from jradix.token_logprobs import TokenLogprobs
 from jradix.tokenizer import Tokenizer
+from jradix.validation import is_sequence
 
 Params = SamplingParams | Mapping[str, Any]
 _LOGPROB_DETAILS = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")

@@ -9,13 +9,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from jradix.request_options import is_sequence
 from jradix.server.errors import RequestError
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
 from jradix.server.openai_logprobs import of_completion
 from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai, usage
 from jradix.server.service import Service, finished
+from jradix.validation import is_sequence
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

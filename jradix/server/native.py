@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
-from jradix.request_options import is_sequence
 from jradix.sampling_params import SamplingParams
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
 from jradix.server.service import Service, finished, namespace
+from jradix.validation import is_sequence
 
 _OPTIONS = (
     "rid",

@@ -140,22 +140,20 @@ def names_of_openai(body: OpenAIRequest) -> Iterator[None]:
     except ValueError as error:
         found = re.match(r"\w*", str(error))
         name = found[0] if found else ""
-        theirs = _THEIR_NAMES.get(name, name)
-        if name == "max_new_tokens" and getattr(body, "max_completion_tokens", None) is not None:
-            theirs = "max_completion_tokens"
-        if theirs not in type(body).model_fields:
+        given = [field for field in _THEIR_NAMES.get(name, (name,)) if field in body.model_fields_set]
+        if not given:
             raise RequestError(400, str(error)) from error
-        raise RequestError(400, theirs + str(error).removeprefix(name), param=theirs) from error
+        raise RequestError(400, given[0] + str(error).removeprefix(name), param=given[0]) from error
 
 
-_THEIR_NAMES: Final[Mapping[str, str]] = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "json_schema": "response_format",
-    "top_logprobs_num": "top_logprobs",
-    "return_logprob": "logprobs",
-    "input_ids": "prompt",
+_THEIR_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "max_new_tokens": ("max_completion_tokens", "max_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "json_schema": ("response_format", "tool_choice", "tools"),
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
+    "input_ids": ("prompt",),
 }
+"""Where our name is not theirs: the fields of a body that it may come from."""
 
 
 def finish_reason(sample: Sample) -> str | None:

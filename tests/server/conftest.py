@@ -19,11 +19,12 @@ from tests.tiny_engine import write_byte_model
 API_KEY = "a key for tests"
 MODEL = "tiny"
 CONTEXT_LENGTH = 512
-MAX_RUNNING, MAX_QUEUED = 2, 6
+MAX_RUNNING, MAX_QUEUED = 1, 6  # one at a time has few shapes to compile
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
-    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
 )
 OPTIONS = {
     "dtype": "float32",

@@ -109,10 +109,10 @@ def test_logprobs_stream_to_the_same_lists_and_with_texts(http: httpx2.Client) -
 
 def test_each_salt_has_a_cache_of_its_own(http: httpx2.Client) -> None:
     prompt = "the same system prompt for everybody"
-    for name in ("cache_salt", "extra_key"):
-        for salt in ("x", "y", 1):
-            first = generate(http, text=prompt, **{name: f"{name}{salt}" if salt != 1 else salt + len(name)})
-            again = generate(http, text=prompt, **{name: f"{name}{salt}" if salt != 1 else salt + len(name)})
+    for name, salts in (("cache_salt", ("x", "y", 1)), ("extra_key", ("z", 2))):
+        for salt in salts:
+            first = generate(http, text=prompt, **{name: salt})
+            again = generate(http, text=prompt, **{name: salt})
             assert first["meta_info"]["cached_tokens"] == 0
             assert again["meta_info"]["cached_tokens"] == len(prompt) - 1
             assert again["output_ids"] == first["output_ids"]

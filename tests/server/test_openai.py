@@ -207,7 +207,7 @@ def test_a_call_that_must_come_comes(client: openai.OpenAI, choice: Any) -> None
 def test_a_call_between_tags_is_read_out_of_the_text(client: openai.OpenAI) -> None:
     text = f"let me see {CALLS}\n{CALLS}"
     expression = "".join(f"\\{letter}" if letter in "{}." else letter for letter in text)
-    body: Any = {**GREEDY_CHAT, "max_tokens": 300, "tools": [TOOL], "extra_body": {"regex": expression}}
+    body: Any = {**GREEDY_CHAT, "max_tokens": 250, "tools": [TOOL], "extra_body": {"regex": expression}}
     answer = client.chat.completions.create(**body)
     calls = answer.choices[0].message.tool_calls or []
     assert answer.choices[0].message.content == "let me see "

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,7 @@ def read(reader: Reader, pieces: Sequence[str]) -> tuple[str, list[tuple[str, st
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
 def test_calls_and_content_do_not_depend_on_the_pieces(text: str, content: str, num_calls: int, cuts: set[int]) -> None:
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(places)]
     assert read(TagReader(), pieces) == (content, [("f", '{"a": "<b>"}')] * num_calls)
 
 

@@ -1,8 +1,10 @@
 """The engine's loop: plan a step, launch it, collect the one before, end what is complete or overdue."""
 
 import heapq
+import itertools
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -19,6 +21,9 @@ from jradix.sampling_batch import SamplingInputs, build_mask, build_sampling_inp
 from jradix.schedule_plan import StepPlan
 from jradix.scheduler import ResultsNeededError, Scheduler
 from jradix.startup import Parts
+
+MANY_DEADLINES = 1_000
+"""So many deadlines of requests that have ended are kept beside twice as many as live, before they are thrown out."""
 
 PauseMode = Literal["retract", "in_place", "abort"]
 
@@ -51,7 +56,10 @@ class Core:
         self.last_progress = time.perf_counter()
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
-        self._deadlines: list[tuple[float, str, Output]] = []  # a heap; requests that have ended stay until theirs
+        self._groups: Counter[str] = Counter()  # live requests of those that are several samples of one prompt
+        # A heap of deadline, number among all, and output; with requests that have ended.
+        self._deadlines: list[tuple[float, int, Output]] = []
+        self._deadline_numbers = itertools.count()
         self._start_afresh()
 
     @property
@@ -68,7 +76,10 @@ class Core:
         """How long nothing may be done at most; None if no request has a deadline."""
         while self._deadlines and self._deadlines[0][2].finished:
             heapq.heappop(self._deadlines)
-        return max(0.0, self._deadlines[0][0] - time.perf_counter()) if self._deadlines else None
+        if not self._deadlines:
+            return None
+        # A thread cannot be told to wait for longer than that; it then just looks again.
+        return min(max(0.0, self._deadlines[0][0] - time.perf_counter()), threading.TIMEOUT_MAX)
 
     def submit(self, outputs: Sequence[Output]) -> None:
         """Queue requests, all of them or none.
@@ -78,10 +89,9 @@ class Core:
             QueueFullError: there are more than `max_queued_requests` waiting.
         """
         for output in outputs:
-            if output.request.id in self.outputs:
-                raise ValueError(
-                    f"rid {output.request.id!r} belongs to a request that is still running: choose another"
-                )
+            for rid in (output.request.id, output.request.group):
+                if rid in self.outputs or rid in self._groups:
+                    raise ValueError(f"rid {rid!r} belongs to a request that is still running: choose another")
             self.scheduler.validate(output.request)
             if output.request.params.custom_logit_processor is not None:
                 self.runner.register_processor(output.request.params.custom_logit_processor)
@@ -91,11 +101,17 @@ class Core:
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
+            if request.group is not None:
+                self._groups[request.group] += 1
             self.scheduler.add(request)
             if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, request.id, output))
+                heapq.heappush(self._deadlines, (request.deadline, next(self._deadline_numbers), output))
             if request.max_new_tokens == 0 and not request.wants_prompt:
                 self._finish(request, FinishReason("length", length=0))
+
+        if len(self._deadlines) > 2 * len(self.outputs) + MANY_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            heapq.heapify(self._deadlines)
 
     def forecast(self, requests: Sequence[Request]) -> tuple[list[int] | None, float]:
         """What helps to plan a batch: tokens cached of each prompt, and the share of `max_new_tokens` that is used.
@@ -109,9 +125,8 @@ class Core:
         return cached_lens, self.scheduler.estimate.share
 
     def abort(self, rid: str) -> bool:
-        """End the live requests of this id, or of this group; False if there are none."""
-        outputs = [self.outputs[rid]] if rid in self.outputs else []
-        outputs = outputs or [output for output in self.outputs.values() if output.request.group == rid]
+        """End the live requests of this id or of this group; False if there are none."""
+        outputs = [output for output in self.outputs.values() if rid in (output.request.id, output.request.group)]
         for output in outputs:
             self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
         return bool(outputs)
@@ -283,6 +298,10 @@ class Core:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
+        if request.group is not None:
+            self._groups[request.group] -= 1
+            if not self._groups[request.group]:
+                del self._groups[request.group]
         self.outputs.pop(request.id).finish(weight_version=self.weight_version)
 
     def _expire(self) -> None:
@@ -297,6 +316,7 @@ class Core:
         """After a failed step trust nothing, on the device or in the books: start afresh and leave nobody waiting."""
         outputs = list(self.outputs.values())
         self.outputs.clear()
+        self._groups.clear()
         self._in_flight.clear()
         for output in outputs:
             output.request.finish_reason = FinishReason("abort", message=f"the step failed: {error!r}")

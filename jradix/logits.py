@@ -3,7 +3,8 @@
 They apply in this order. Repetition penalty (Keskar et al., "CTRL", 2019): logits of tokens in the prompt or the output
 are divided by it where positive and multiplied where negative. Frequency and presence penalty, as OpenAI defines them:
 minus the one for each time a token stands in the output, minus the other once if it does. Biases are added. What the
-mask does not allow becomes -inf. A row that asks for nothing keeps its logits, bit for bit.
+mask does not allow becomes -inf, and of what it allows nothing is, so that some of it is sampled whatever a processor
+has made of the logits. A row that asks for nothing keeps its logits, bit for bit.
 
 *Counts*, int32 `[max_slots + 1, vocab]`, hold for each slot and token twice its count in the output, plus one if it is
 in the prompt. The last row is nobody's.
@@ -21,6 +22,9 @@ from jradix.packing import viewed
 
 WORD = 32
 """Bits of a word of the mask."""
+
+LOWEST = -1e30
+"""A logit that no other one is below, and that is finite after the division by any temperature."""
 
 
 class Penalties(NamedTuple):
@@ -91,7 +95,10 @@ def mask_words(vocab_size: int) -> int:
 
 
 def apply_mask(logits: Array, allowed: Array) -> Array:
-    """-inf for every token but the allowed.
+    """-inf for every token but the allowed. Rows that allow every token keep their logits.
+
+    In others the allowed have LOWEST at least, so that one of them is sampled in any case: a processor that bans them
+    all, or a broken model, would else make a grammar meet a token that it does not know.
 
     Args:
         logits: f32 [rows, vocab].
@@ -99,4 +106,6 @@ def apply_mask(logits: Array, allowed: Array) -> Array:
     """
     rows, vocab = logits.shape
     bits = (allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return jnp.where(bits.reshape(rows, -1)[:, :vocab] > 0, logits, -jnp.inf)
+    may_follow = bits.reshape(rows, -1)[:, :vocab] > 0
+    raised = jnp.where(may_follow.all(axis=1, keepdims=True), logits, jnp.fmax(logits, LOWEST))
+    return jnp.where(may_follow, raised, -jnp.inf)

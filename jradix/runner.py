@@ -29,7 +29,7 @@ from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
 from jradix.programs import Programs
-from jradix.sampling import sample
+from jradix.sampling import likeliest, sample
 from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows, unpack_sampling
 from jradix.sampling_params import MAX_BIASES
 
@@ -375,10 +375,7 @@ def _sample_and_store(
     logits: jax.Array, next_tokens: jax.Array, slots: jax.Array, sampling: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sample a token a row and store it at the row's slot; rows that sample nothing have the last slot."""
-    if sampling is None:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        tokens = sample(logits, unpack_sampling(sampling), greedy_only=False)
+    tokens = likeliest(logits) if sampling is None else sample(logits, unpack_sampling(sampling), greedy_only=False)
     return tokens, next_tokens.at[slots].set(tokens)
 
 

@@ -208,8 +208,7 @@ class Scheduler:
         if num_tokens <= 0 or not self._grow(request, start + num_tokens):
             return 0
         end = start + num_tokens
-        if not request.num_retractions:
-            request.cached_tokens += copied
+        self._count_cached(request, copied)
         table, held = self.page_tables[request.slot], _held(request).num_tokens
         first = max(start, held) // self.page_size  # of the pages that are not the tree's
         own = table[first : self._pages_for(end)].copy()
@@ -242,7 +241,7 @@ class Scheduler:
         request.change_state(RequestState.RUNNING)
         request.slot = self._free_slots.pop()
         request.lock = self.cache.lock(match, priority=request.priority, recomputation=request.num_retractions > 0)
-        request.num_pages, request.num_counted = len(match.pages), len(request.output_ids)
+        request.num_pages = len(match.pages)
         self.page_tables[request.slot, : request.num_pages] = match.pages
         request.computed_len = self._first_to_compute(request, match)
         if not request.num_retractions:
@@ -258,9 +257,10 @@ class Scheduler:
         wanted, kept = request.logprobs, self.cache.kept_logprobs
         if wanted is None or wanted.first_unknown >= request.prompt_len:
             return match.num_tokens
-        end = min(match.num_tokens + match.head_len, request.prompt_len)
-        if kept is not None and wanted.first_unknown < end and not wanted.wants_more_than_the_token:
-            wanted.take_kept(kept.read(np.append(match.pages, match.head_page), wanted.first_unknown, end))
+        if kept is not None and not wanted.wants_more_than_the_token:
+            found = self.cache.match(request.prompt_ids, request.namespace)  # with the last token, which `match` lacks
+            pages, end = np.append(found.pages, found.head_page), found.num_tokens + found.head_len
+            wanted.take_kept(kept.read(pages, wanted.first_unknown, max(wanted.first_unknown, end)))
         if wanted.first_unknown >= request.prompt_len:
             return match.num_tokens
         return min(match.num_tokens, wanted.first_unknown - 1)
@@ -283,18 +283,24 @@ class Scheduler:
             return match
         table = self.page_tables[request.slot]
         if match.num_tokens > held.num_tokens:
-            # Its first insert has counted it.
-            request.lock = self.cache.lock(match, priority=request.priority, recomputation=True)
+            counted = held.uncounted is None
+            request.lock = self.cache.lock(match, priority=request.priority, recomputation=counted)
             first_private = held.num_tokens // self.page_size
             self.cache.unlock(held)
             self.cache.free(table[first_private : request.num_pages].copy())
             table[: len(match.pages)] = match.pages
             request.num_pages = len(match.pages)
         start = self._first_to_compute(request, match)
-        if not request.num_retractions:
-            request.cached_tokens += start - request.computed_len
+        self._count_cached(request, start - request.computed_len)
         request.computed_len = start
         return match
+
+    def _count_cached(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that the request has found after all; in the cache too, unless its first insert will."""
+        if not request.num_retractions:
+            request.cached_tokens += num_tokens
+            if num_tokens and _held(request).uncounted is None:
+                self.cache.statistics.count_late_hit(request.namespace, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Allocate pages so that the request can hold `num_tokens`; False, and nothing changed, if there are none."""

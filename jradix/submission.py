@@ -66,6 +66,11 @@ class Submission:
             for prompt_ids, one_params, one_options in zip(prompts, params, each, strict=True)
             for request in self._samples(self._request(prompt_ids, one_params, one_options, arrival_time))
         ]
+        ids = [request.id for request in made]
+        if len(set(ids)) < len(ids):
+            raise ValueError(
+                f"rid must name each request differently, also where n makes rid-0, rid-1 of it, got {ids}"
+            )
         return made, single and params[0].n == 1
 
     def _samples(self, first: Request) -> Iterator[Request]:

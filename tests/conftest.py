@@ -70,3 +70,12 @@ def tiny_engine(shared_tiny_engine: "Engine") -> "Iterator[Engine]":
     shared_tiny_engine.flush_cache()
     yield shared_tiny_engine
     shared_tiny_engine.check_idle()
+
+
+@pytest.fixture(scope="session")
+def small_pool(tiny_text_path: Path) -> "Iterator[Engine]":
+    """The same model with 24 pages for four requests, one of which may need 19: some are retracted."""
+    from tests.tiny_engine import start
+
+    with start(tiny_text_path, skip_tokenizer_init=False, max_total_tokens=96) as engine:
+        yield engine

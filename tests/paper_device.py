@@ -1,20 +1,23 @@
 """A device on paper: steps write the hash of each token's whole prefix to its slot, and check what every row reads.
 
 It runs the real scheduler over the real cache, one step ahead as the engine does. A wrong page table, a page handed
-out twice, or KV shared between different prefixes shows up as a wrong hash, at the step where it happens.
+out twice, or KV shared between different prefixes shows up as a wrong hash, at the step where it happens. The
+log-probability of a token is made of its hash, so that one of another token or prefix is told apart.
 """
 
 import itertools
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.request import FinishReason, Request, RequestState
 from jradix.sampling_params import SamplingParams
-from jradix.schedule_plan import StepPlan
+from jradix.schedule_plan import PlannedRow, StepPlan
 from jradix.scheduler import ResultsNeededError, Scheduler
+from jradix.token_logprobs import TokenLogprobs
 
 VOCAB = 50
 MODULUS = 2**31 - 1
@@ -37,6 +40,29 @@ def serial_output(prompt_ids: list[int], max_new_tokens: int, stop_ids: frozense
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt_ids) :]
+
+
+def logprobs_of(token_ids: list[int]) -> npt.NDArray[np.float32]:
+    """Of each token after all before it; numbers that float32 holds."""
+    return np.array([-(h % 2**20) / 16 for h in prefix_hashes(token_ids)], np.float32)
+
+
+class PaperLogprobs(NamedTuple):
+    """Of some tokens of a prompt; the likeliest token is always 7, a bit likelier than the one that stands there."""
+
+    chosen: npt.NDArray[np.float32]
+
+    @property
+    def top(self) -> npt.NDArray[np.float32]:
+        return self.chosen[:, None] + 1
+
+    @property
+    def top_ids(self) -> npt.NDArray[np.int32]:
+        return np.full((len(self.chosen), 1), 7, np.int32)
+
+    @property
+    def given(self) -> npt.NDArray[np.float32]:
+        return np.zeros((len(self.chosen), 0), np.float32)
 
 
 class PaperDevice:
@@ -78,15 +104,19 @@ class PaperDevice:
         *,
         priority: int = 0,
         routing_key: str | None = None,
+        logprob_start: int | None = None,
+        num_top: int = 0,
     ) -> Request:
+        ids = np.array(prompt_ids, np.int32)
         request = Request(
             id=f"r{len(self.requests)}",
-            prompt_ids=np.array(prompt_ids, np.int32),
+            prompt_ids=ids,
             params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0),
             stop_ids=stop_ids,
             max_new_tokens=max_new_tokens,
             priority=priority,
             routing_key=routing_key,
+            logprobs=None if logprob_start is None else TokenLogprobs(ids, logprob_start, num_top, ()),
         )
         self.scheduler.validate(request)
         self.scheduler.add(request)
@@ -135,8 +165,11 @@ class PaperDevice:
     def check_outputs(self) -> None:
         for request in self.requests:
             if request.finish_reason is not None and request.finish_reason.type != "abort":
-                want = serial_output(request.prompt_ids.tolist(), request.max_new_tokens, request.stop_ids)
+                prompt = request.prompt_ids.tolist()
+                want = serial_output(prompt, request.max_new_tokens, request.stop_ids)
                 assert request.output_ids == want, request.id
+                if request.logprobs is not None:
+                    check_logprobs(request.logprobs, prompt)
 
     def _launch(self, plan: StepPlan) -> None:
         self.num_steps += 1
@@ -151,7 +184,7 @@ class PaperDevice:
         for row in rows:  # all rows write before any reads, as on the device
             tokens = self._tokens_of(row.request)
             assert row.num_tokens >= 1
-            assert row.samples == (row.start + row.num_tokens == len(tokens))
+            assert row.samples == (row.start + row.num_tokens == len(tokens) and row.request.max_new_tokens > 0)
             hashes = prefix_hashes(tokens[: row.start + row.num_tokens])
             table = self.scheduler.page_tables[row.request.slot]
             for position in range(row.write_from, row.start + row.num_tokens):
@@ -181,10 +214,39 @@ class PaperDevice:
         plan, sampled = self.in_flight.popleft()
         for row, token in zip(plan.rows, sampled, strict=True):
             request = row.request
-            if not row.samples or request.state is RequestState.FINISHED:
+            if request.state is RequestState.FINISHED:
+                continue
+            self._take_logprobs(row)
+            if not row.samples:
+                if not request.max_new_tokens and row.start + row.num_tokens == request.prompt_len:
+                    self.scheduler.finish(request, FinishReason("length", length=0))
                 continue
             request.output_ids.append(token)
             if token in request.stop_ids:
                 self.scheduler.finish(request, FinishReason("stop", matched=token))
             elif len(request.output_ids) >= request.max_new_tokens:
                 self.scheduler.finish(request, FinishReason("length", length=len(request.output_ids)))
+
+    def _take_logprobs(self, row: PlannedRow) -> None:
+        """What a row tells of the prompt, and of the token it samples, goes to its request and to the cache."""
+        request = row.request
+        if request.logprobs is None:
+            return
+        end = row.start + row.num_tokens + 1
+        values = logprobs_of(self._tokens_of(request)[:end])
+        first, stop = max(row.start + 1, request.logprobs.start), min(end, request.prompt_len)
+        if first < stop:
+            request.logprobs.take_prompt(first, PaperLogprobs(values[first:stop]))
+            self.scheduler.keep_logprobs(request, first, values[first:stop])
+        if row.samples:
+            self.scheduler.keep_logprobs(request, end - 1, values[end - 1 :])
+
+
+def check_logprobs(found: TokenLogprobs, prompt: list[int]) -> None:
+    """Every position has its own value, and only the prompt's first token has none."""
+    values = [None, *logprobs_of(prompt)[1:].tolist()][found.start :]
+    meta = found.as_meta([], None)
+    assert [value for value, *_ in meta["input_token_logprobs"]] == values
+    if found.num_top:
+        top = [None if value is None else [(value + 1, 7, None)] for value in values]
+        assert meta["input_top_logprobs"] == top

@@ -1,6 +1,7 @@
 """What a caller of `generate` can count on: results, streams, ends, aborts, threads, and life after a failure."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -129,7 +130,17 @@ def test_streams_only_grow_and_end_in_the_result(tiny_engine: Engine, stop: str 
         ends = [item["meta_info"]["finish_reason"] for item in items]
         assert ends[-1] is not None
         assert not any(ends[:-1]), "it went on after its end"
-    assert max(len(items) for items in streams.values()) > 5, "tokens came in one piece"
+
+
+def test_a_stream_gives_each_token_as_it_comes(tiny_engine: Engine) -> None:
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(8), stream=True)
+        with tiny_engine.hold() as core:
+            core.step()
+            for count in range(1, 6):
+                core.step()
+                assert len(next(stream)["output_ids"]) == count
+    assert len(list(stream)[-1]["output_ids"]) == 8
 
 
 def test_the_stream_of_one_prompt_is_its_text(tiny_engine: Engine) -> None:
@@ -149,25 +160,39 @@ def test_a_stream_that_is_closed_leaks_nothing(tiny_engine: Engine, items: int) 
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_abort_works_at_every_stage_and_leaves_right_caches(tiny_engine: Engine, steps: int) -> None:
+@pytest.mark.parametrize("regex", [None, "[a-f]+"])
+@pytest.mark.parametrize("end", ["abort", "timeout"])
+def test_abort_and_timeout_work_at_every_stage_and_leave_right_caches(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int, regex: str | None, end: str
+) -> None:
     """Queued, between chunks of the prompt, with a step in flight, while decoding, and when over."""
-    prompt = list(range(20, 80))
-    expected = output_ids(tiny_engine, [prompt], greedy(8))[0]
+    prompt, params = list(range(20, 80)), greedy(8, regex=regex)
+    expected = output_ids(tiny_engine, [prompt], params)[0]
     tiny_engine.flush_cache()
     with paused(tiny_engine):
         tiny_engine.scheduler.chunked_prefill_size = 16
-        stream = tiny_engine.generate(input_ids=[prompt], sampling_params=greedy(8), rid=["x"], stream=True)
+        timeout = 1000 if end == "timeout" else None
+        stream = tiny_engine.generate(
+            input_ids=[prompt], sampling_params=params, rid=["x"], timeout=timeout, stream=True
+        )
         with tiny_engine.hold() as core:
             for _ in range(steps):
                 core.step()
-        assert tiny_engine.abort_request("x")
-        assert not tiny_engine.abort_request("x"), "aborted twice"
-        last = list(stream)[-1]
+            if end == "timeout":
+                later = time.perf_counter() + 2000
+                with monkeypatch.context() as patch:
+                    patch.setattr(time, "perf_counter", lambda: later)
+                    core.turn()
+        assert tiny_engine.abort_request("x") == (end == "abort")
+        assert not tiny_engine.abort_request("x"), "it has ended"
+        *before, last = stream
+        assert not any(item["meta_info"]["finish_reason"] for item in before), "it ended twice"
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert last["output_ids"] == expected[: len(last["output_ids"])]
-        assert len(last["output_ids"]) == max(0, steps - 4), "four chunks, and one step in flight"
-    tiny_engine.check_idle()
-    assert output_ids(tiny_engine, [prompt], greedy(8))[0] == expected
+        # Four chunks; and one step in flight, but for a grammar, whose mask needs the tokens before it.
+        assert len(last["output_ids"]) == max(0, steps - 4)
+        tiny_engine.check_idle()
+    assert output_ids(tiny_engine, [prompt], params)[0] == expected
     tiny_engine.scheduler.chunked_prefill_size = 64
 
 
@@ -185,37 +210,40 @@ def test_aborts_do_not_disturb_requests_on_the_same_prefix(tiny_engine: Engine) 
     for cut in range(1, 10, 2):
         tiny_engine.flush_cache()
         rids = [f"r{index}" for index in range(6)]
-        last: dict[int, list[int]] = {}
-        stream = tiny_engine.generate(input_ids=prompts, sampling_params=greedy(12), rid=rids, stream=True)
-        stream_again: Iterator[dict[str, Any]] = iter(())
-        for count, item in enumerate(stream):
-            last[item["index"]] = item["output_ids"]
-            if count == cut:
-                assert tiny_engine.abort_request("r1")
-                assert tiny_engine.abort_request("r4")
-                stream_again = tiny_engine.generate(input_ids=prompts[1], sampling_params=greedy(12), stream=True)
+        with paused(tiny_engine):
+            stream = tiny_engine.generate(input_ids=prompts, sampling_params=greedy(12), rid=rids, stream=True)
+            with tiny_engine.hold() as core:
+                for _ in range(cut):
+                    core.step()
+            assert tiny_engine.abort_request("r1")
+            assert tiny_engine.abort_request("r4")
+            stream_again = tiny_engine.generate(input_ids=prompts[1], sampling_params=greedy(12), stream=True)
+        last = {item["index"]: item["output_ids"] for item in stream}
         assert list(stream_again)[-1]["output_ids"] == expected[1]
         assert [last[index] for index in (0, 2, 3, 5)] == [expected[index] for index in (0, 2, 3, 5)]
 
 
 def test_a_rid_is_unique_among_the_living_only(tiny_engine: Engine) -> None:
-    stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(12), rid="mine", stream=True)
-    next(stream)
-    with pytest.raises(ValueError, match="'mine' belongs to a request that is still running"):
-        tiny_engine.generate(input_ids=PROMPTS[1], sampling_params=greedy(3), rid="mine")
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(12), rid="mine", stream=True)
+        with pytest.raises(ValueError, match="'mine' belongs to a request that is still running"):
+            tiny_engine.generate(input_ids=PROMPTS[1], sampling_params=greedy(3), rid="mine")
     assert len(list(stream)[-1]["output_ids"]) == 12, "the first one was disturbed"
     again = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(3), rid="mine")
     assert again["meta_info"]["id"] == "mine"
 
 
 def test_a_closed_stream_does_not_abort_a_later_request_of_the_same_rid(tiny_engine: Engine) -> None:
-    """Request "x" of the first stream has ended, but its end waits behind the item of "y"."""
-    first = tiny_engine.generate(
-        input_ids=PROMPTS[:2], sampling_params=[greedy(40), greedy(1)], rid=["y", "x"], stream=True
-    )
-    assert next(first)["meta_info"]["id"] == "y"
-    later = tiny_engine.generate(input_ids=PROMPTS[2], sampling_params=greedy(3), rid="x", stream=True)
-    first.close()
+    """Request "x" of the first stream has ended, but nobody has read that yet."""
+    with paused(tiny_engine):
+        first = tiny_engine.generate(
+            input_ids=PROMPTS[:2], sampling_params=[greedy(40), greedy(1)], rid=["y", "x"], stream=True
+        )
+        with tiny_engine.hold() as core:
+            while "x" in core.outputs:
+                core.step()
+        later = tiny_engine.generate(input_ids=PROMPTS[2], sampling_params=greedy(3), rid="x", stream=True)
+        first.close()
     assert list(later)[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 

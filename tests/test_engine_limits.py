@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 
 from jradix import Engine, EngineConfig, SamplingParams
-from tests.tiny_engine import greedy, output_ids, start, write_dummy_model
+from jradix.schedule_queue import QueueFullError, WaitingQueue
+from tests.tiny_engine import greedy, output_ids, paused, start, write_dummy_model
 
 GOOD = [3, 4, 5]
 
@@ -61,6 +64,18 @@ GOOD = [3, 4, 5]
             {"input_ids": [GOOD, GOOD], "sampling_params": [{}, 5]},
             "sampling_params must be SamplingParams or a dict of its fields, got 5",
         ),
+        ({"input_ids": GOOD, "sampling_params": {"logit_bias": {320: 1.0}}}, r"logit_bias must lie in \[0, 320\)"),
+        ({"input_ids": GOOD, "sampling_params": {"regex": "(a"}}, "regex is refused"),
+        ({"input_ids": GOOD, "return_logprob": True, "logprob_start_len": 4}, "at most the prompt's 3 tokens, got 4"),
+        ({"input_ids": GOOD, "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len .*at least -1"),
+        ({"input_ids": GOOD, "return_logprob": True, "top_logprobs_num": 10**6}, r"top_logprobs_num .*\[0, 128\]"),
+        ({"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": [3, 320]}, r"\[0, 320\).* got 320"),
+        ({"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob"),
+        (
+            {"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": list(range(129))},
+            "at most 128 ids, got 129",
+        ),
+        ({"input_ids": GOOD, "top_logprobs_num": 2}, "top_logprobs_num needs return_logprob=True"),
         ({"input_ids": [GOOD, GOOD], "rid": "a"}, "rid must be a list of 2"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a"]}, "rid .*each of the 2 prompts, got 1"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a", "a"]}, "rid must name each request differently"),
@@ -91,6 +106,37 @@ def test_the_engine_goes_on_beside_refused_requests(tiny_engine: Engine) -> None
     with pytest.raises(ValueError, match="exactly one"):
         tiny_engine.generate(stream=True)
     assert list(stream)[-1]["output_ids"] == expected
+
+
+def test_of_many_submissions_beyond_the_limit_each_gets_a_result_or_hears_that_the_queue_is_full(
+    tiny_engine: Engine,
+) -> None:
+    """Twenty callers at once, four of whom run and two wait; none hangs, and the engine goes on."""
+    expected, usual = output_ids(tiny_engine, [GOOD])[0], tiny_engine.scheduler.waiting
+    tiny_engine.scheduler.waiting = WaitingQueue(max_queued=2)
+    answers: list[Any] = []
+
+    def ask(stream: bool) -> None:
+        try:
+            result = tiny_engine.generate(input_ids=GOOD, sampling_params=greedy(), stream=stream)
+            answers.append(list(result)[-1]["output_ids"] if stream else result["output_ids"])
+        except QueueFullError as error:
+            answers.append(error)
+
+    threads = [threading.Thread(target=ask, args=(bool(i % 2),)) for i in range(20)]
+    with paused(tiny_engine):
+        for thread in threads:
+            thread.start()
+        while len(answers) < 18:
+            time.sleep(0.001)
+        assert all(isinstance(answer, QueueFullError) for answer in answers)
+    for thread in threads:
+        thread.join()
+    assert [answer for answer in answers if not isinstance(answer, QueueFullError)] == [expected] * 2
+    with pytest.raises(QueueFullError, match="0 requests are waiting and 3 more exceed max_queued_requests 2"):
+        output_ids(tiny_engine, [GOOD] * 3)
+    assert output_ids(tiny_engine, [GOOD] * 2) == [expected] * 2
+    tiny_engine.scheduler.waiting = usual
 
 
 def test_a_prompt_exactly_at_the_limit_runs(tiny_engine: Engine) -> None:

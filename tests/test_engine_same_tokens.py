@@ -1,6 +1,7 @@
 """Greedy tokens, and sampled ones, do not depend on the cache, on evictions, on retractions or on neighbours."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from jradix import Engine, SamplingParams
 from jradix.cache.pages import TREE
+from jradix.logit_processor import ProcessorRow
 from jradix.pallas.layout import write_tokens
 from tests.tiny_engine import (
     greedy,
@@ -46,12 +48,6 @@ def uncached(shared_tiny_engine: Engine) -> list[list[int]]:
         shared_tiny_engine.cache.enabled = True
 
 
-@pytest.fixture(scope="module")
-def small_pool(tiny_text_path: Path) -> Engine:
-    """24 pages: one request may need 19 of them, four run at once."""
-    return start(tiny_text_path, max_total_tokens=96)
-
-
 def test_tokens_are_the_same_with_the_cache_on_and_off(tiny_engine: Engine, uncached: list[list[int]]) -> None:
     results = tiny_engine.generate(input_ids=REQUESTS, sampling_params=PARAMS)
     assert [result["output_ids"] for result in results] == uncached
@@ -63,7 +59,7 @@ def test_tokens_are_the_same_after_evictions_and_retractions(small_pool: Engine,
     assert output_ids(small_pool, REQUESTS, PARAMS) == uncached
     small_pool.check_idle()
     assert small_pool.cache.statistics.total.evicted_tokens > 1000, "the pool was too large to evict much"
-    assert small_pool.scheduler.num_retractions > 5, "the pool was too large to retract anybody"
+    assert small_pool.scheduler.num_retractions > 2, "the pool was too large to retract anybody"
 
 
 def poison(engine: Engine) -> None:
@@ -105,9 +101,9 @@ def test_nan_in_places_nobody_owns_changes_nothing(small_pool: Engine, uncached:
     small_pool.check_idle()
 
 
-@pytest.mark.parametrize("tail", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("tail", [0, 1, 2, 3, 4, 5, 8])
 def test_logits_on_top_of_a_hit_are_those_of_a_cold_run(tiny_engine: Engine, tail: int) -> None:
-    """Tails of one token up to two pages, the cached pages scattered over the pool."""
+    """All cached but its last token, tails of one token up to two pages; the cached pages scattered over the pool."""
     rng = np.random.default_rng(tail)
     prefix, ending = rng.integers(0, VOCAB, 20).tolist(), rng.integers(0, VOCAB, tail).tolist()
     cold = logits_after(tiny_engine, prefix + ending)
@@ -122,7 +118,7 @@ def test_logits_on_top_of_a_hit_are_those_of_a_cold_run(tiny_engine: Engine, tai
         tiny_engine.cache.free(pages)
     hits = tiny_engine.cache.statistics.total.hit_tokens
     np.testing.assert_allclose(logits_after(tiny_engine, prefix + ending), cold, atol=1e-4, rtol=0)
-    assert tiny_engine.cache.statistics.total.hit_tokens - hits == 20
+    assert tiny_engine.cache.statistics.total.hit_tokens - hits == (20 if tail else 19)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
@@ -165,6 +161,112 @@ def test_greedy_requests_do_not_notice_random_neighbours(tiny_engine: Engine, un
     hot = SamplingParams(temperature=5.0, max_new_tokens=9, ignore_eos=True)
     outputs = output_ids(tiny_engine, REQUESTS[:40], [hot if i % 2 else PARAMS[i] for i in range(40)])
     assert outputs[::2] == uncached[:40:2]
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 1e-5},
+    {"temperature": 1e300, "top_k": 2**40},
+    {"temperature": 1.0, "top_p": 1e-300, "min_p": 1.0},
+    {"frequency_penalty": 2.0, "presence_penalty": -2.0, "repetition_penalty": 2.0},
+    {"repetition_penalty": 1e-300, "temperature": 0.7},
+    {"logit_bias": dict.fromkeys(range(300), -100.0)},
+    {"logit_bias": {5: 100.0}, "min_new_tokens": 9, "stop_token_ids": [5]},
+    {"regex": "[a-d]{9}"},
+    {"ebnf": 'root ::= "ab" "cd" [x-z]+', "temperature": 1.0},
+]
+
+
+def test_plain_requests_do_not_notice_extreme_neighbours(tiny_engine: Engine, uncached: list[list[int]]) -> None:
+    """Grammars, penalties, biases and limits of sampling in every other row, most of them on the same prompts."""
+    count = 4 * len(EXTREMES)
+    kinds = [EXTREMES[i // 4] if i % 2 else {} for i in range(count)]
+    params = [greedy(9, **kind) if kind else PARAMS[i] for i, kind in enumerate(kinds)]
+    prompts = [REQUESTS[i - 1 if i % 4 == 3 else i] for i in range(count)]
+    results = tiny_engine.generate(input_ids=prompts, sampling_params=params)
+    assert [result["output_ids"] for result in results[::2]] == uncached[:count:2]
+    for result in results[1::2]:
+        assert result["meta_info"]["finish_reason"]["type"] in ("length", "stop", "abort")
+    again = tiny_engine.generate(input_ids=prompts[::-1], sampling_params=params[::-1])[::-1]
+    assert [result["output_ids"] for result in again[::2]] == uncached[:count:2]
+
+
+def ban_all(logits: jax.Array, row: ProcessorRow) -> jax.Array:
+    """For a request of parameter 1 all is -inf, of 2 NaN; of 3 the likeliest token is NaN."""
+    banned = jnp.where(row.params[0] == 1, -jnp.inf, jnp.nan)
+    return jnp.where((row.params[0] < 3) | (logits == logits.max()), banned, logits)
+
+
+def test_logits_that_are_no_numbers_harm_no_neighbour_and_leave_grammars_as_they_are(
+    tiny_engine: Engine, uncached: list[list[int]]
+) -> None:
+    """And the row's own tokens do not depend on whether a neighbour samples."""
+    found: dict[Any, list[list[int]]] = {}
+    for temperature in (0.0, 1.0):
+        for number, regex in itertools.product((1, 2, 3), (None, "[c-f]{8}")):
+            fields = {"custom_logit_processor": ban_all, "custom_params": [number], "regex": regex}
+            beside = greedy(8, temperature=temperature, seed=1)
+            params = [greedy(8, **fields), beside, PARAMS[2], greedy(8, **fields)]
+            results = tiny_engine.generate(input_ids=REQUESTS[:4], sampling_params=params)
+            assert results[2]["output_ids"] == uncached[2]
+            if regex is not None:
+                assert re.fullmatch("[c-f]*", results[0]["text"])
+                assert results[0]["meta_info"]["finish_reason"]["type"] in ("length", "stop")
+            rows = [results[index]["output_ids"] for index in (0, 3)]
+            assert found.setdefault((number, regex), rows) == rows
+    tiny_engine.runner._processors.clear()
+
+
+def test_tokens_are_the_same_behind_requests_that_ended_on_stops(
+    tiny_engine: Engine, uncached: list[list[int]]
+) -> None:
+    """On stop strings, expressions, stop tokens and EOS, inside a token and a page, with a token too many in flight."""
+    count = 40
+    whole = tiny_engine.generate(input_ids=REQUESTS[:count], sampling_params=greedy(14))
+    tiny_engine.flush_cache()
+    stops: list[SamplingParams] = []
+    for index, result in enumerate(whole):
+        text, ids = "".join(letter for letter in result["text"] if letter.isascii()), result["output_ids"]
+        at = index % 7
+        kinds = [
+            {"stop": text[at : at + 2] or "a"},
+            {"stop_regex": "[a-m]" + text[at : at + 1]},
+            {"stop_token_ids": [ids[at]]},
+            {"ignore_eos": False, "logit_bias": {2: 100.0}, "min_new_tokens": at},
+        ]
+        stops.append(greedy(14, **kinds[index % 4]))
+    ended = tiny_engine.generate(input_ids=REQUESTS[:count], sampling_params=stops)
+    assert sum(result["meta_info"]["finish_reason"]["type"] == "stop" for result in ended) > 30
+    # They go on where the others stopped, on top of what these left behind their prompts.
+    targets = [ids + result["output_ids"][:5] for ids, result in zip(REQUESTS, whole, strict=False)]
+    results = tiny_engine.generate(input_ids=targets, sampling_params=greedy(9))
+    assert [result["output_ids"] for result in results] == [result["output_ids"][5:] for result in whole]
+    cached = [result["meta_info"]["cached_tokens"] for result in results]
+    assert sum(count >= len(prompt) for count, prompt in zip(cached, REQUESTS, strict=False)) > 20
+    assert output_ids(tiny_engine, REQUESTS[:count], PARAMS[:count]) == uncached[:count]
+
+
+def test_text_sent_back_hits_as_far_as_its_tokens_are_the_same(tiny_engine: Engine) -> None:
+    """A tokenizer may read its own output as other tokens: then less is hit, and nothing is wrong."""
+    tokenizer = tiny_engine.tokenizer
+    assert tokenizer is not None
+    shorter = 0
+    for beginning in ("abc", "hello", "zyx", "qrs"):
+        tiny_engine.flush_cache()
+        params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=9, regex="[a-z]+")
+        first = tiny_engine.generate(beginning, params)
+        sequence = [*tokenizer.encode(beginning), *first["output_ids"]]
+        by_text = tokenizer.encode(beginning + first["text"] + "e")
+        pairs = zip(sequence, by_text, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shorter += same < len(sequence) - 1
+        hits = min(same, len(sequence) - 1, len(by_text) - 1), max(same, len(sequence) - 1)
+        for prompt, cached in zip((by_text, [*sequence, 7]), hits, strict=True):
+            result = tiny_engine.generate(input_ids=prompt, sampling_params=greedy(1))
+            assert result["meta_info"]["cached_tokens"] == cached
+            tiny_engine.cache.enabled = False
+            assert output_ids(tiny_engine, [prompt], greedy(1)) == [result["output_ids"]]
+            tiny_engine.cache.enabled = True
+    assert 0 < shorter < 4, "of some the tokens are the same, and of some others"
 
 
 def test_flat_logits_at_temperature_one_are_really_sampled(tiny_engine: Engine) -> None:

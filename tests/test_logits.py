@@ -15,6 +15,7 @@ from jradix.logits import (
     token_counts,
 )
 from jradix.request import Request, RequestState
+from jradix.sampling import GREEDY_BELOW
 from jradix.sampling_batch import CountedTokens, allow_all, build_penalties
 from jradix.sampling_params import MAX_BIASES, SamplingParams
 from jradix.schedule_plan import PlannedRow
@@ -181,3 +182,20 @@ def test_a_mask_leaves_the_allowed_tokens_and_nothing_else(vocab: int) -> None:
     logits = rng.normal(size=(4, vocab)).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(apply_mask)(logits, mask), np.where(allowed, logits, -np.inf))
     np.testing.assert_array_equal(jax.jit(apply_mask)(logits, allow_all(4, vocab)), logits)
+
+
+def test_of_the_allowed_tokens_one_can_be_sampled_whatever_their_logits() -> None:
+    """Of those that are -inf or NaN alone; beside a finite one they still have no probability."""
+    mask = allow_all(4, 40)
+    mask[:3] = [[0b11000, 0], [0b11000, 0], [0b111000, 0]]
+    logits = np.zeros((4, 40), np.float32)
+    logits[0], logits[1, 3:5], logits[2, 3:5], logits[3, :3] = -np.inf, np.nan, -np.inf, [-np.inf, np.nan, 1.0]
+    found = np.asarray(jax.jit(apply_mask)(logits, mask))
+    np.testing.assert_array_equal(
+        np.isfinite(found[:3]), [np.isin(np.arange(40), ids) for ids in ([3, 4], [3, 4], [3, 4, 5])]
+    )
+    for temperature in (GREEDY_BELOW, 1.0):
+        weights = np.exp((found[2] - found[2].max()) / np.float32(temperature))
+        assert np.isfinite(found[:3, 3:5] / np.float32(temperature)).all()
+        assert weights.tolist() == [float(i == 5) for i in range(40)]
+    np.testing.assert_array_equal(found[3], logits[3])

@@ -15,8 +15,10 @@ from tests.tiny_engine import greedy, paused, start
 PROMPT = [5, 6, 7, 8]
 
 
-def loop_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "jradix"]
+def thread_of(engine: Engine) -> threading.Thread:
+    ending = engine._loop._end.peek()
+    assert ending is not None, "the loop has ended"
+    return ending[2][1]
 
 
 def test_calls_run_one_after_another_on_the_one_thread(tiny_engine: Engine) -> None:
@@ -65,11 +67,11 @@ def test_shutting_down_aborts_what_is_alive_and_frees_the_device(own_engine: Eng
     pool = own_engine.runner.pool
     own_engine.pause_generation("in_place")
     stream = own_engine.generate(input_ids=PROMPT, sampling_params=greedy(30), stream=True)
-    before = len(loop_threads())
+    thread = thread_of(own_engine)
     with own_engine:
-        pass
+        assert thread.is_alive()
     assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
-    assert len(loop_threads()) == before - 1
+    assert not thread.is_alive()
     pool_gone = weakref.ref(pool)
     del pool
     gc.collect()
@@ -81,12 +83,13 @@ def test_shutting_down_aborts_what_is_alive_and_frees_the_device(own_engine: Eng
 
 
 def test_an_engine_that_nobody_holds_ends_its_thread(tiny_text_path: Path) -> None:
-    before = len(loop_threads())
     engine = start(tiny_text_path)
-    assert len(loop_threads()) == before + 1
+    thread = thread_of(engine)
+    assert thread.is_alive()
     del engine
     gc.collect()
-    assert len(loop_threads()) == before
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_loop_that_breaks_down_leaves_nobody_waiting(

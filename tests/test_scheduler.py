@@ -123,6 +123,7 @@ def test_a_prompt_under_way_skips_what_another_request_has_computed_meanwhile() 
     device.run()
     assert first.cached_tokens == 0
     assert second.cached_tokens == 80
+    assert device.cache.statistics.total.hit_tokens == 80, "the cache counts what results say"
     device.check_outputs()
 
 
@@ -137,6 +138,29 @@ def test_chunks_never_exceed_the_budget_and_at_most_one_prompt_is_partial() -> N
             assert len(partial) <= 1
         device.collect_all()
         device.check_outputs()
+
+
+@pytest.mark.parametrize("missing", [0, 1, 4, 63, 64, 65])
+def test_prompts_nearly_cached_fill_chunks_beside_many_rows_and_one_at_most_is_partial(missing: int) -> None:
+    """35 rows decode while prompts of 64 cached tokens come, each with so many of its own."""
+    device = PaperDevice(num_pages=800, page_size=4, rows=45, chunk=64)
+    shared = [t % VOCAB for t in range(64)]
+    for i in range(35):
+        device.add([*shared, i], max_new_tokens=60)
+    while device.scheduler.waiting:
+        device.step()
+    for i in range(8):
+        device.add([*shared, 49 - i, *range(missing)], max_new_tokens=2)
+    while device.scheduler.waiting or len(device.scheduler.running) > 35:
+        plan = device.step()
+        partial = [r for r in device.scheduler.running if not r.num_sampled]
+        assert plan is not None
+        assert len(plan.decode) >= 35
+        assert len(partial) <= 1
+    assert all(request.cached_tokens >= 64 for request in device.requests[1:])
+    device.run()
+    device.check_outputs()
+    device.check_idle()
 
 
 def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
@@ -354,3 +378,28 @@ def test_random_loads_on_a_tiny_pool_keep_every_answer_and_every_page(page_size:
     device.run()
     device.check_outputs()
     device.check_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_log_probabilities_are_right_whatever_is_cached_kept_evicted_or_retracted(page_size: int, seed: int) -> None:
+    """Beside requests that want none, whose pages know no values; from any position, in chunks, without output."""
+    rng = random.Random(seed)
+    chunk = rng.choice([3, 7, 16, 64])
+    device = PaperDevice(-(-100 // page_size) + rng.randrange(4), page_size, rows=rng.choice([3, 8]), chunk=chunk)
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            prompt = rng.choice(prefixes) + [rng.randrange(3) for _ in range(rng.randrange(12))]
+            start = rng.choice([None, 0, rng.randrange(len(prompt)), len(prompt) - 1, len(prompt)])
+            outputs = rng.choice([1, 9, 30] if start in (None, len(prompt)) else [0, 0, 1, 9, 30])
+            device.add(prompt, outputs, logprob_start=start, num_top=rng.randrange(2))
+        for _ in range(rng.randrange(6)):
+            device.step()
+            device.check()
+        if device.scheduler.running and rng.random() < 0.1:
+            device.abort(rng.choice(device.scheduler.running))
+    device.run()
+    device.check_outputs()
+    device.check_idle()
+    assert device.cache.statistics.total.hit_tokens == sum(request.cached_tokens for request in device.requests)

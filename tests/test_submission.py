@@ -110,13 +110,13 @@ def test_a_grammar_is_compiled_when_it_is_submitted_for_each_request(tiny_text_p
         random_seed=0,
     )
     params = [{"regex": "ab"}, {"regex": "ab"}, {}]
-    first, second, free = with_text.requests(None, [[3], [4], [5]], params, None, None)[0]
+    first, second, free = with_text.requests(None, [[3], [4], [5]], params)[0]
     assert first.constraint is not None
     assert second.constraint is not None
     assert first.constraint is not second.constraint
     assert free.constraint is None
     with pytest.raises(ValueError, match="regex is refused"):
-        with_text.requests(None, [3], {"regex": "(a"}, None, None)
+        with_text.requests(None, [3], {"regex": "(a"})
 
 
 def test_every_request_is_in_the_callers_namespace() -> None:
@@ -132,3 +132,13 @@ def test_a_salt_that_is_no_string_or_integer_is_refused_by_name(salt: object) ->
 def test_as_many_tokens_as_fit_stops_at_the_pool_as_well_as_at_the_context() -> None:
     [request], _ = submission(pool_tokens=24).requests(None, [1, 2, 3], {"max_new_tokens": None})
     assert request.max_new_tokens == 24 + 1 - 3
+
+
+def test_the_ids_of_samples_are_no_others_ids() -> None:
+    with pytest.raises(ValueError, match="rid must name each request differently, samples too, got 'a-1' twice"):
+        requests_of([[3], [4]], [{"n": 2}, {}], rid=["a", "a-1"])
+    assert [request.id for request in requests_of([[3], [4]], [{"n": 2}, {}], rid=["a", "a-2"])] == [
+        "a-0",
+        "a-1",
+        "a-2",
+    ]

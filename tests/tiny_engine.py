@@ -139,6 +139,10 @@ def greedy(max_new_tokens: int | None = 16, **fields: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | fields)
 
 
+def sampled(count: int = 12, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True, "seed": 7} | fields)
+
+
 def output_ids(engine: Engine, prompts: Sequence[Sequence[int]], params: Any = None) -> list[list[int]]:
     results = engine.generate(input_ids=prompts, sampling_params=params or greedy())
     return [result["output_ids"] for result in results]

@@ -50,6 +50,13 @@ class CacheStatistics:
         self._recent_asked += asked_tokens
         self._recent_hit += hit_tokens
 
+    def count_late_hit(self, namespace: Hashable, hit_tokens: int) -> None:
+        """A request that was counted has hit so many tokens more: another has computed them meanwhile."""
+        self.of(namespace).hit_tokens += hit_tokens
+        asked, hit = self._recent.pop()  # it may have been a request before the latest: their sum counts
+        self._recent.append((asked, hit + hit_tokens))
+        self._recent_hit += hit_tokens
+
     @property
     def total(self) -> Counters:
         """The sum over all namespaces, a copy."""

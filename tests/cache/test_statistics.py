@@ -28,3 +28,16 @@ def test_the_window_forgets_old_requests_and_the_counters_do_not() -> None:
         statistics.count_request(None, 10, hit_tokens)
     assert statistics.window_hit_rate == 15 / 20
     assert statistics.total.hit_tokens == 15
+
+
+def test_a_late_hit_is_of_its_namespace_and_adds_to_the_latest_requests() -> None:
+    statistics = CacheStatistics(window=2)
+    for namespace, asked, hit in (("a", 50, 50), ("a", 10, 0), ("b", 30, 5)):
+        statistics.count_request(namespace, asked, hit)
+    statistics.count_late_hit("a", 10)
+    assert (statistics.of("a").hit_tokens, statistics.of("b").hit_tokens) == (60, 5)
+    assert statistics.total.num_requests == 3
+    assert statistics.window_hit_rate == 15 / 40
+    for _ in range(2):
+        statistics.count_request("a", 10, 0)
+    assert statistics.window_hit_rate == 0

@@ -82,18 +82,18 @@ def byte_model_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callabl
 
 
 @pytest.fixture(scope="session")
-def start_server(byte_model_path: Path) -> Iterator[Callable[[], ServerProcess]]:
-    """Starts servers, and kills those that are still alive at the end."""
+def start_server(byte_model_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers, with more options or without, and kills those that are still alive at the end."""
     started: list[ServerProcess] = []
     root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as folder:
 
-        def start() -> ServerProcess:
+        def start(*options: str) -> ServerProcess:
             words = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
             log_path = Path(folder) / f"{len(started)}.log"
             with log_path.open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "jradix", "serve", "--model-path", str(byte_model_path), *words],
+                    [sys.executable, "-m", "jradix", "serve", "--model-path", str(byte_model_path), *words, *options],
                     stdout=log,
                     stderr=log,
                     env={
@@ -114,7 +114,7 @@ def start_server(byte_model_path: Path) -> Iterator[Callable[[], ServerProcess]]
 
 
 @pytest.fixture(scope="session")
-def server(start_server: Callable[[], ServerProcess]) -> ServerProcess:
+def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
     return start_server()
 
 

@@ -105,14 +105,13 @@ class EngineClient:
             EngineDeadError: there is no engine any more.
         """
         key = next(self._keys)
-        generation = Generation(params, self.tokenizer, lambda: self._abandon(key), tell_end)
-        self._generations[key] = generation
+        generation = Generation(params, self.tokenizer, lambda: self._outbox.put(Abandon(key)), tell_end)
         try:
-            await self._answer_to(Submit(key, input_ids, params, options, each_token))
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                generation.close()
-            self._generations.pop(key, None)
+            answer = self._answer_to(Submit(key, input_ids, params, options, each_token))
+            self._generations[key] = generation  # until all of it has ended, whether somebody waits for that or not
+            await answer
+        except asyncio.CancelledError:
+            generation.close()
             raise
         return generation
 
@@ -134,20 +133,13 @@ class EngineClient:
             self._process.kill()
             self._process.join()
 
-    async def _answer_to(self, message: Submit | Call) -> Any:
+    def _answer_to(self, message: Submit | Call) -> asyncio.Future[Any]:
         if self.dead:
             raise EngineDeadError(self._epitaph())
         answer = asyncio.get_running_loop().create_future()
         self._answers[message.key] = answer
         self._outbox.put(message)
-        try:
-            return await answer
-        finally:
-            self._answers.pop(message.key, None)
-
-    def _abandon(self, key: int) -> None:
-        self._generations.pop(key, None)
-        self._outbox.put(Abandon(key))
+        return answer
 
     def _take(self, messages: Sequence[Answer | Change]) -> None:
         for message in messages:
@@ -159,7 +151,9 @@ class EngineClient:
                     del self._generations[message.key]
 
     def _take_answer(self, answer: Answer) -> None:
-        future = self._answers.get(answer.key)
+        if answer.error is not None:
+            self._generations.pop(answer.key, None)
+        future = self._answers.pop(answer.key, None)
         if future is None or future.done():
             return  # who asked has gone
         if answer.error is None:

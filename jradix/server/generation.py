@@ -60,7 +60,7 @@ class Generation:
 
     Attributes:
         samples: prompt after prompt, `n` for each.
-        num_unfinished: how many of them have not ended; 0 once it is closed.
+        num_unfinished: how many of them have not ended.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Generation:
         self.samples = [Sample(index, one, tokenizer) for index, one in enumerate(each)]
         self.num_unfinished = len(self.samples)
         self._abandon, self._tell_end = abandon, tell_end
+        self._closed = False
         self._news = asyncio.Event()
         self._changed: dict[Sample, None] = {}
         self._error: Exception | None = None
@@ -121,8 +122,8 @@ class Generation:
 
     def close(self) -> None:
         """Abort what has not ended. Does nothing the second time."""
-        if self.num_unfinished:
-            self.num_unfinished = 0
+        if self.num_unfinished and not self._closed:
+            self._closed = True
             self._abandon()
 
     def facts(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tiny_engine import write_byte_model
 
@@ -147,3 +148,9 @@ def wait_until_idle(client: httpx2.Client, seconds: float = 30) -> dict[str, flo
             return info
         assert time.monotonic() < give_up, info
         time.sleep(0.05)
+
+
+def metrics(http: httpx2.Client) -> dict[str, float]:
+    """The values of Prometheus' metrics, without buckets."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels}

@@ -1,5 +1,7 @@
 """What a server must bear: strangers, large bodies, full queues, clients that go, ids used twice, probes under load."""
 
+import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,20 +9,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.server.conftest import API_KEY, MAX_QUEUED, MAX_RUNNING, ServerProcess, wait_until_idle
+from tests.server.conftest import API_KEY, MAX_QUEUED, MAX_RUNNING, ServerProcess, metrics, wait_until_idle
 
 LONG = {"max_new_tokens": 450, "ignore_eos": True, "temperature": 0}
 
 
 def long_body(**more: Any) -> dict[str, Any]:
     return {"text": "a long one", "sampling_params": LONG, **more}
-
-
-def wait_until_running(http: httpx2.Client, count: int = 1) -> None:
-    give_up = time.monotonic() + 60
-    while http.get("/get_metric_info").json()["num_running_requests"] < count:
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -66,23 +61,36 @@ def test_a_batch_that_does_not_fit_the_queue_is_refused_whole(http: httpx2.Clien
 
 
 def test_a_stream_that_is_closed_ends_its_request(http: httpx2.Client) -> None:
+    before = metrics(http)
     with http.stream("POST", "/generate", json=long_body(stream=True)) as response:
         next(response.iter_lines())
-    assert wait_until_idle(http, seconds=2)["num_running_requests"] == 0
+    assert_aborted(http, before, 1)
 
 
-def test_a_client_that_does_not_wait_for_its_answer_ends_its_request(url: str, http: httpx2.Client) -> None:
-    with ThreadPoolExecutor(MAX_RUNNING + 1) as pool:  # one of them has to wait for the others
-        asking = [pool.submit(_post_until_timeout, url, dict(http.headers)) for _ in range(MAX_RUNNING + 1)]
-        wait_until_running(http, MAX_RUNNING)
-    for one in asking:
-        one.result()
-    wait_until_idle(http, seconds=2)
+def assert_aborted(http: httpx2.Client, before: dict[str, float], count: int) -> None:
+    """Of requests for `LONG` outputs so many were aborted since then, and none was generated to its end."""
+    wait_until_idle(http)
+    after = metrics(http)
+    assert after["sglang:num_aborted_requests_total"] - before["sglang:num_aborted_requests_total"] == count
+    num_tokens = after["sglang:generation_tokens_total"] - before["sglang:generation_tokens_total"]
+    assert num_tokens < LONG["max_new_tokens"]
 
 
-def _post_until_timeout(url: str, headers: dict[str, str]) -> None:
-    with httpx2.Client(base_url=url, headers=headers, timeout=0.2) as impatient, pytest.raises(httpx2.ReadTimeout):
-        impatient.post("/generate", json=long_body())
+def test_a_client_that_does_not_wait_for_its_answer_ends_its_request(http: httpx2.Client) -> None:
+    before = metrics(http)
+    body = json.dumps(long_body())
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Type: application/json\r\n"
+    )
+    connections = [socket.create_connection((http.base_url.host, http.base_url.port)) for _ in range(MAX_RUNNING + 1)]
+    for connection in connections:  # one of them has to wait for the others
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    give_up = time.monotonic() + 60
+    while not http.get("/get_metric_info").json()["num_waiting_requests"]:
+        assert time.monotonic() < give_up
+    for connection in connections:
+        connection.close()
+    assert_aborted(http, before, MAX_RUNNING + 1)
 
 
 def test_an_id_may_be_used_again_but_not_twice_at_once(http: httpx2.Client) -> None:

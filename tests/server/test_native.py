@@ -8,9 +8,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import CONTEXT_LENGTH, wait_until_idle
+from tests.server.conftest import CONTEXT_LENGTH, metrics, wait_until_idle
 from tests.tiny_engine import Golden
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -221,11 +220,6 @@ def test_the_cache_is_shown_and_explained(http: httpx2.Client) -> None:
     assert explained(text=prompt, cache_salt="a salt nobody uses")["reason"] == "other namespace"
     assert explained(messages=[{"role": "user", "content": "never said"}])["cached_tokens"] == 0
     assert "messages" in refusal(http, "/cache/explain", text="a", messages=[])["message"]
-
-
-def metrics(http: httpx2.Client) -> dict[str, float]:
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    return {sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels}
 
 
 def test_counters_grow_by_what_requests_report(http: httpx2.Client) -> None:

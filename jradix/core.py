@@ -43,7 +43,8 @@ class Core:
     time: see `Loop`, which owns it.
 
     Attributes:
-        paused: no step is launched; calls and deadlines go on.
+        paused: by a caller; no step is launched, calls and deadlines go on.
+        weights_are_whole: False after an update that failed in the middle; then no step is launched either.
         weight_version: counts updates of the weights.
         last_progress: when a step was last collected, or begun after a rest; seconds of `time.perf_counter`.
     """
@@ -52,6 +53,7 @@ class Core:
         self.config, self.runner, self.buckets, self.layout = config, parts.runner, parts.buckets, parts.layout
         self._context_length, self._vocab_size = parts.context_length, parts.model_config.vocab_size
         self.paused = False
+        self.weights_are_whole = True
         self.weight_version = 0
         self.last_progress = time.perf_counter()
         self.outputs: dict[str, Output] = {}  # of live requests
@@ -65,7 +67,7 @@ class Core:
     @property
     def can_step(self) -> bool:
         """Whether a turn would do anything."""
-        return not self.paused and bool(self.outputs or self._in_flight)
+        return not self.paused and self.weights_are_whole and bool(self.outputs or self._in_flight)
 
     @property
     def stalled_seconds(self) -> float:
@@ -155,16 +157,16 @@ class Core:
         """Let `replace` change the parameters in place, and forget the KV of the old ones, pinned or not.
 
         Running requests go back to the queue: the KV of what they have produced is computed again. Returns the new
-        version. If `replace` fails, the weights are of both kinds: then the loop stays paused until an update succeeds.
+        version. If `replace` fails, the weights are of both kinds: then no step is launched until an update succeeds.
         """
         self._collect_all()
         self.scheduler.retract_all()
         self.cache.pins.remove_all()
         self.cache.flush()
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
-        was_paused, self.paused = self.paused, True
+        self.weights_are_whole = False
         replace(self.runner.parameters)
-        self.paused = was_paused
+        self.weights_are_whole = True
         self.weight_version += 1
         return self.weight_version
 
@@ -212,7 +214,7 @@ class Core:
     def info(self) -> dict[str, Any]:
         """What runs now, see `Engine.get_server_info`."""
         return {
-            "paused": self.paused,
+            "paused": self.paused or not self.weights_are_whole,
             "weight_version": self.weight_version,
             "num_running_requests": len(self.scheduler.running),
             "num_waiting_requests": len(self.scheduler.waiting),

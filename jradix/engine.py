@@ -26,6 +26,7 @@ from jradix.offline_prediction import Capacity
 from jradix.output import Output
 from jradix.progress import BatchProgress
 from jradix.request import Request
+from jradix.request_options import is_sequence
 from jradix.scheduler import Scheduler
 from jradix.submission import Params, RequestOptions, Submission, TokenIds
 
@@ -165,8 +166,9 @@ class Engine:
 
         Raises:
             ValueError: there is no continuation, one of them is empty, or does not fit.
+            RuntimeError: it was aborted, by a pause or the engine's shutdown.
         """
-        if isinstance(continuations, str) or not len(continuations):
+        if not is_sequence(continuations) or not len(continuations):
             raise ValueError(
                 f"continuations must be a list of texts or of lists of ids, not empty, got {continuations!r}"
             )
@@ -180,6 +182,10 @@ class Engine:
             top_logprobs_num=1,
             cache_salt=cache_salt,
         )
+        for result in results:
+            reason = result["meta_info"]["finish_reason"]
+            if reason["type"] == "abort":
+                raise RuntimeError(f"the scores are not complete: {reason['message']}")
         return [_score(result["meta_info"]) for result in results]
 
     def abort_request(self, rid: str) -> bool:
@@ -219,7 +225,8 @@ class Engine:
         Returns the number of updates so far, which results give as `weight_version`.
 
         Raises:
-            ValueError: they do not fit the model; then nothing has changed.
+            ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may
+                come in the middle: then the engine stands still until another update succeeds.
         """
         replace = startup.weights_to_replace(self.config, self.model_config, weights)
         return self._loop.call(partial(self._core.update_weights, replace))
@@ -295,6 +302,7 @@ class Engine:
     def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
         ended: SimpleQueue[Output] = SimpleQueue()
         outputs = self._outputs(requests, ended.put, each_token=False)
+        abandon = self._abandoning(outputs)
         delivery = Delivery(outputs, single=True)
         plan = self._plan_batch(requests)
         order = range(len(outputs)) if plan is None else plan.order.tolist()
@@ -310,7 +318,7 @@ class Engine:
                     meta = result["meta_info"]
                     progress.add(meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"])
             except BaseException:
-                self._abandon(outputs)
+                abandon()
                 raise
         in_order = [results[request.id] for request in requests]
         return in_order[0] if single else in_order
@@ -344,6 +352,7 @@ class Engine:
         """
         changed: SimpleQueue[Output] = SimpleQueue()
         outputs = self._outputs(requests, changed.put, each_token=True)
+        abandon = self._abandoning(outputs)
         delivery = Delivery(outputs, single=single)
         try:
             self._loop.call(partial(self._core.submit, outputs))
@@ -354,7 +363,7 @@ class Engine:
                     yield result
         finally:
             if not delivery.done:
-                self._abandon(outputs)
+                abandon()
 
     async def _async_stream(
         self, requests: list[Request], single: bool, *, each_token: bool
@@ -362,6 +371,7 @@ class Engine:
         changed: asyncio.Queue[Output] = asyncio.Queue()
         put = partial(asyncio.get_running_loop().call_soon_threadsafe, changed.put_nowait)
         outputs = self._outputs(requests, put, each_token=each_token)
+        abandon = self._abandoning(outputs)
         delivery = Delivery(outputs, single=single)
         try:
             await asyncio.wrap_future(self._loop.send(partial(self._core.submit, outputs)))
@@ -371,13 +381,14 @@ class Engine:
                     yield result
         finally:
             if not delivery.done:
-                self._abandon(outputs)
+                abandon()
 
     def _outputs(self, requests: list[Request], tell: Callable[[Output], Any], *, each_token: bool) -> list[Output]:
         return [Output(request, self.tokenizer, tell, tell_each_token=each_token) for request in requests]
 
-    def _abandon(self, outputs: list[Output]) -> None:
-        self._loop.post(partial(self._core.abandon, outputs))
+    def _abandoning(self, outputs: list[Output]) -> Callable[[], None]:
+        """What a caller who stops waiting calls. Made before: at the exit of the interpreter names are gone."""
+        return partial(self._loop.post, partial(self._core.abandon, outputs))
 
 
 def _score(meta: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Logit processors of callers: jax functions from a row's logits to its logits, checked when they are submitted."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +64,7 @@ def apply_processor(logits: Array, next_tokens: Array, packed: Array, processor:
 
 
 def check_processor(processor: LogitProcessor, vocab_size: int) -> None:
-    """Raises ValueError unless jax can trace the processor to f32 `[vocab_size]`. Nothing is compiled."""
+    """Raises ValueError unless jax can trace the processor to f32 `[vocab_size]`, also for rows. Compiles nothing."""
     name = f"custom_logit_processor {processor!r}"
     logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
     number: Any = jax.ShapeDtypeStruct((), jnp.int32)
@@ -75,3 +76,10 @@ def check_processor(processor: LogitProcessor, vocab_size: int) -> None:
     if not isinstance(found, jax.ShapeDtypeStruct) or (found.shape, found.dtype) != (logits.shape, logits.dtype):
         returned = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", found)
         raise ValueError(f"{name} must return logits float32[{vocab_size}], it returned {returned}")
+    # A step that cannot be traced would fail for everybody in it.
+    next_tokens, packed = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), (packed_processor_rows(), 1)))
+    rows = jax.ShapeDtypeStruct((1, vocab_size), jnp.float32)
+    try:
+        jax.eval_shape(partial(apply_processor, processor=processor), rows, next_tokens, packed)
+    except Exception as error:
+        raise ValueError(f"{name} must be a function that jax can map over rows; it raised {error!r}") from error

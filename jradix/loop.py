@@ -58,16 +58,23 @@ class Loop:
 
     @contextmanager
     def hold(self) -> Iterator[Core]:
-        """Keep the loop between two steps and lend its core to this thread, which must not call or send meanwhile."""
+        """Keep the loop between two steps and lend its core to this thread, which must not call or send meanwhile.
+
+        Raises:
+            ShutDownError: there is no loop any more.
+        """
         held, released = threading.Event(), threading.Event()
 
         def wait() -> None:
             held.set()
             released.wait()
 
-        self.send(wait)
-        held.wait()
+        future = self.send(wait)
+        future.add_done_callback(lambda _: held.set())  # also if the call is never made
         try:
+            held.wait()
+            if future.done():
+                future.result()
             yield self._core
         finally:
             released.set()
@@ -100,7 +107,10 @@ def _run(core: Core, calls: SimpleQueue[Call | None], over: threading.Event) -> 
     except BaseException:
         LOG.exception("the engine's loop has broken down")
     finally:
-        core.close()
+        try:
+            core.close()
+        except BaseException:
+            LOG.exception("the engine could not end its requests")
         over.set()
         _refuse_rest(calls)
 
@@ -126,5 +136,5 @@ def _refuse_rest(calls: SimpleQueue[Call | None]) -> None:
             call = calls.get_nowait()
         except Empty:
             return
-        if call is not None and call[1] is not None:
+        if call is not None and call[1] is not None and call[1].set_running_or_notify_cancel():
             call[1].set_exception(ShutDownError("the engine has been shut down: make another one"))

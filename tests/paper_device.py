@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jradix.cache.prefix_cache import PrefixCache
+from jradix.cache.radix import as_page_ids
 from jradix.request import FinishReason, Request, RequestState
 from jradix.sampling_params import SamplingParams
 from jradix.schedule_plan import PlannedRow, StepPlan
@@ -43,8 +44,13 @@ def serial_output(prompt_ids: list[int], max_new_tokens: int, stop_ids: frozense
 
 
 def logprobs_of(token_ids: list[int]) -> npt.NDArray[np.float32]:
-    """Of each token after all before it; numbers that float32 holds."""
-    return np.array([-(h % 2**20) / 16 for h in prefix_hashes(token_ids)], np.float32)
+    """Of each token after all before it."""
+    return as_logprobs(np.array(prefix_hashes(token_ids)))
+
+
+def as_logprobs(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Numbers that float32 holds."""
+    return (-(hashes % 2**20) / 16).astype(np.float32)
 
 
 class PaperLogprobs(NamedTuple):
@@ -150,13 +156,21 @@ class PaperDevice:
             self._collect()
 
     def check(self) -> None:
-        """Every page is where it belongs: private ones in exactly one running request's table past its lock."""
+        """Every page is where it belongs: private ones in exactly one running request's table past its lock. And every
+        log-probability that is kept of a cached token is its own."""
         private = []
         for request in self.scheduler.running:
             assert request.lock is not None
             held = request.lock.num_tokens // self.page_size
             private += self.scheduler.page_tables[request.slot, held : request.num_pages].tolist()
         self.cache.check(private)
+        if self.cache.kept_logprobs is not None:
+            for root in self.cache.tree.roots.values():
+                for node in self.cache.tree.subtree(root):
+                    pages = as_page_ids(node.pages)
+                    kept = self.cache.kept_logprobs.read(pages, 0, node.num_tokens)
+                    own = as_logprobs(self.slots[pages].reshape(-1)[: node.num_tokens])
+                    assert (np.isnan(kept) | (kept == own)).all(), "another token's is kept"
 
     def check_idle(self) -> None:
         self.cache.check()

@@ -160,7 +160,7 @@ def test_a_stream_that_is_closed_leaks_nothing(tiny_engine: Engine, items: int) 
 
 
 @pytest.mark.parametrize("steps", range(8))
-@pytest.mark.parametrize("regex", [None, "[a-f]+"])
+@pytest.mark.parametrize("regex", [None, "([a-c][d-f])+"])
 @pytest.mark.parametrize("end", ["abort", "timeout"])
 def test_abort_and_timeout_work_at_every_stage_and_leave_right_caches(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int, regex: str | None, end: str
@@ -231,6 +231,42 @@ def test_a_rid_is_unique_among_the_living_only(tiny_engine: Engine) -> None:
     assert len(list(stream)[-1]["output_ids"]) == 12, "the first one was disturbed"
     again = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=greedy(3), rid="mine")
     assert again["meta_info"]["id"] == "mine"
+
+
+def test_samples_of_one_rid_have_ids_that_nobody_else_has(tiny_engine: Engine) -> None:
+    both = greedy(12, n=2)
+    with pytest.raises(ValueError, match=r"rid must name each request differently, .*'x-0', 'x-1', 'x-0'"):
+        tiny_engine.generate(input_ids=PROMPTS[:2], sampling_params=[both, greedy(3)], rid=["x", "x-0"])
+    with paused(tiny_engine):
+        stream = tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=both, rid="x", stream=True)
+        for rid, params in (("x", both), ("x", greedy(3)), ("x-1", greedy(3)), ("x-1", both)):
+            with pytest.raises(ValueError, match="belongs to a request that is still running"):
+                tiny_engine.generate(input_ids=PROMPTS[1], sampling_params=params, rid=rid, stream=True)
+        assert tiny_engine.abort_request("x-1")
+    ends = {index: items[-1]["meta_info"] for index, items in collect(stream).items()}
+    assert [ends[index]["finish_reason"]["type"] for index in range(2)] == ["length", "abort"]
+    assert [ends[index]["id"] for index in range(2)] == ["x-0", "x-1"]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_without_new_tokens_there_are_results_and_no_tokens(tiny_engine: Engine, logprobs: bool) -> None:
+    """Alone and as four samples, cold and on a cached prompt; log-probabilities are all that needs the model."""
+    for n in (1, 4, 4):
+        options: dict[str, Any] = {"return_logprob": logprobs, "logprob_start_len": 2 if logprobs else None}
+        params = greedy(0, n=n)
+        items = collect(tiny_engine.generate(input_ids=PROMPTS[0], sampling_params=params, stream=True, **options))
+        assert sorted(items) == list(range(n))
+        for [item] in items.values():
+            assert (item["text"], item["output_ids"]) == ("", [])
+            meta = item["meta_info"]
+            assert (meta["completion_tokens"], meta["finish_reason"]) == (0, {"type": "length", "length": 0})
+            assert "time_to_first_token" not in meta
+            if logprobs:
+                assert meta["output_token_logprobs"] == []
+                assert [token for _, token, _ in meta["input_token_logprobs"]] == PROMPTS[0][2:]
+                assert all(value < 0 for value, _, _ in meta["input_token_logprobs"])
+        tiny_engine.check_idle()
+    assert bool(tiny_engine.cache.num_evictable) == logprobs
 
 
 def test_a_closed_stream_does_not_abort_a_later_request_of_the_same_rid(tiny_engine: Engine) -> None:

@@ -1,14 +1,16 @@
 """Continuations are scored as the model itself finds them, and the prompt is computed once."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jradix import Engine
 from tests.test_logprobs import log_softmax
-from tests.tiny_engine import Golden, greedy
+from tests.tiny_engine import Golden, greedy, paused
 
 
 def test_scores_are_the_log_probabilities_of_transformers(
@@ -50,6 +52,17 @@ def test_texts_are_tokenized_and_wrong_ones_refused(tiny_engine: Engine) -> None
     assert tokenizer is not None
     [score] = tiny_engine.score("abc", ["de"])
     assert score["token_ids"] == tokenizer.encode("de", add_special_tokens=False)
-    for continuations in ([], "de", [[]], [""], [[320]]):
+    wrong: list[Any] = [[], "de", [[]], [""], [[320]], 3, None]
+    for continuations in wrong:
         with pytest.raises(ValueError, match=r"continuations must be|prompt is empty|input_ids must"):
             tiny_engine.score("abc", continuations)
+
+
+def test_scores_that_are_aborted_are_no_scores(tiny_engine: Engine) -> None:
+    with paused(tiny_engine), ThreadPoolExecutor() as threads:
+        future = threads.submit(tiny_engine.score, [40, 41, 42], [[43], [44]])
+        while tiny_engine.get_server_info()["num_waiting_requests"] < 2:
+            pass
+        tiny_engine.pause_generation("abort")
+        with pytest.raises(RuntimeError, match=r"not complete: .*abandoned"):
+            future.result()

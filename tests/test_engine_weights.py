@@ -105,7 +105,8 @@ def test_an_update_that_breaks_off_stops_the_engine_until_one_succeeds(
         patch.setattr("jradix.startup.weights_to_replace", lambda *_: replace_some)
         with pytest.raises(OSError, match="the disk is gone"):
             engine.update_weights(tiny_path("llama"))
-    assert engine.get_server_info()["paused"]
-    engine.update_weights(tiny_path("llama"))
     engine.continue_generation()
+    assert engine.get_server_info()["paused"], "it would go on with weights of both kinds"
+    engine.update_weights(tiny_path("llama"))
+    assert not engine.get_server_info()["paused"], "it would stand still for ever"
     assert output_ids(engine, PROMPTS) == before

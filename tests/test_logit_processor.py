@@ -61,6 +61,10 @@ def wants_numbers(logits: jax.Array, row: ProcessorRow) -> jax.Array:
     return logits if row.position > 3 else -logits
 
 
+def cannot_be_mapped(logits: jax.Array, row: ProcessorRow) -> jax.Array:
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(logits.shape, logits.dtype), logits)
+
+
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
@@ -70,6 +74,7 @@ def wants_numbers(logits: jax.Array, row: ProcessorRow) -> jax.Array:
         (lambda logits, row: None, "it returned None"),
         (lambda logits: logits, "jax can trace"),
         (wants_numbers, "wants_numbers.*jax can trace"),
+        (cannot_be_mapped, "cannot_be_mapped.*jax can map over rows"),
         (17, "custom_logit_processor 17 must be a function"),
     ],
 )

@@ -1,6 +1,8 @@
 """The thread that owns the core: who may call it, how it ends, and that nothing is lost when it does."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -92,6 +94,57 @@ def test_an_engine_that_nobody_holds_ends_its_thread(tiny_text_path: Path) -> No
     assert not thread.is_alive()
 
 
+def test_a_program_may_end_with_a_stream_open(tiny_text_path: Path) -> None:
+    program = f"""
+import threading
+from pathlib import Path
+from tests.tiny_engine import greedy, start
+engine = start(Path({str(tiny_text_path)!r}))
+engine.pause_generation()
+stream = engine.generate(input_ids=[3, 4, 5], sampling_params=greedy(30), stream=True)
+threading.kept = stream  # it outlives the names of the modules of this program
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_while_waiting_to_hold_lets_the_loop_go_on(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jradix.loop.threading.Event", Interrupted)
+        with pytest.raises(KeyboardInterrupt), tiny_engine.hold():
+            pass
+    future = tiny_engine._loop.send(tiny_engine._core.check_idle)
+    future.result(60)
+
+
+def test_calls_that_were_cancelled_do_not_keep_a_loop_that_broke_down_from_answering(
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a core that cannot be closed."""
+
+    def fail() -> None:
+        raise OverflowError
+
+    with own_engine.hold() as core:
+        cancelled, waiting = (own_engine._loop.send(core.check_idle) for _ in range(2))
+        cancelled.cancel()
+        own_engine._loop._calls.put(None)
+        late = [own_engine._loop.send(core.check_idle) for _ in range(2)]
+        late[0].cancel()
+        monkeypatch.setattr(core, "close", fail)
+    waiting.result(60)
+    with pytest.raises(ShutDownError):
+        late[1].result(60)
+
+
 def test_a_loop_that_breaks_down_leaves_nobody_waiting(
     own_engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,4 +163,6 @@ def test_a_loop_that_breaks_down_leaves_nobody_waiting(
     assert own_engine._loop._over.wait(60)
     with pytest.raises(ShutDownError):
         own_engine.flush_cache()
+    with pytest.raises(ShutDownError), own_engine.hold():
+        pass
     assert "broken down" in caplog.text

@@ -1,5 +1,6 @@
 """How many pages fit, the one array that holds them, and copies inside it."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -21,6 +22,17 @@ def test_too_little_memory_for_one_page_is_refused_with_the_numbers(budget: int)
     message = rf"at least 200 bytes .*one of 100 bytes\), {max(0, budget)} are available: raise mem_fraction_static"
     with pytest.raises(ValueError, match=message):
         pages_that_fit(100, budget, at_most=10)
+
+
+def test_a_pool_whose_runs_int32_cannot_number_is_refused_and_one_page_less_is_not() -> None:
+    """The last run, as `read_pages` numbers it in int32, is the one that int64 finds. Nothing is allocated."""
+    layout = KVLayout(layers=32, num_pages=2**31 // (32 * 8 * 2), page_size=1, kv_heads=8, head_dim=64)
+    with pytest.raises(ValueError, match="4194304 pages of 32 layers and 8 KV heads are 2147483648 runs"):
+        allocate_pool(layout, jnp.dtype(jnp.bfloat16))
+    largest = replace(layout, num_pages=layout.num_pages - 1)
+    pool = jax.eval_shape(partial(allocate_pool, largest, jnp.dtype(jnp.bfloat16)))
+    last_page = jnp.asarray(pool.shape[0] - 1, jnp.int32)
+    assert int((last_page * 8 + 7) * 2 + 1) == pool.shape[0] * 8 * 2 - 1 < 2**31
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

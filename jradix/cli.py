@@ -1,4 +1,4 @@
-"""The command `jradix`: parses arguments, runs `generate`, `chat`, `doctor` or `demo`, reports errors in one line."""
+"""The command `jradix`: parses arguments, runs one of its commands, reports errors in one line."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jradix.config import EngineConfig
 from jradix.options import add_options, given_options
 from jradix.sampling_params import SamplingParams
+from jradix.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from jradix.engine import Engine
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 CHAT_SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 CHAT_ENGINE = {"max_running_requests": 1}
 """What a conversation needs differently: moderate sampling, an end to every reply, and few shapes to compile."""
+
+SERVE_ENGINE = {"max_queued_requests": 1024}
+"""What a server needs differently: it refuses what it could only answer much later."""
 
 PYTHON_ONLY = ("custom_logit_processor", "custom_params")
 """Fields of `SamplingParams` for a function of the caller's, which a command line cannot name."""
@@ -70,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_options(chat, SamplingParams, "sampling", CHAT_SAMPLING, leave_out=(*PYTHON_ONLY, "n"))
     add_options(chat, EngineConfig, "engine", CHAT_ENGINE)
+
+    serve = _command(commands, "serve", _serve, "[options]", "an HTTP server with OpenAI's and SGLang's routes")
+    add_options(serve, ServerConfig, "server")
+    add_options(serve, EngineConfig, "engine", SERVE_ENGINE)
 
     doctor = _command(commands, "doctor", _doctor, "[options]", "what a model would run with here, and why")
     add_options(doctor, EngineConfig, "engine")
@@ -124,6 +132,19 @@ def _chat(arguments: argparse.Namespace) -> None:
     if config.skip_tokenizer_init:
         raise ValueError("a chat needs a tokenizer: drop --skip-tokenizer-init")
     Chat(_load(config), params, arguments.system).run()
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    options = {"api_key": os.environ.get("JRADIX_API_KEY") or None, **given_options(ServerConfig, arguments)}
+    server_config = ServerConfig(**options)
+    config = _engine_config(arguments, SERVE_ENGINE)
+    try:
+        from jradix.server.serve import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("jradix"):
+            raise
+        raise ValueError(f"the server needs {error.name}: install jradix[server]") from error
+    serve(config, server_config)
 
 
 def _demo(arguments: argparse.Namespace) -> None:

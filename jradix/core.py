@@ -46,6 +46,7 @@ class Core:
         paused: by a caller; no step is launched, calls and deadlines go on.
         weights_are_whole: False after an update that failed in the middle; then no step is launched either.
         weight_version: counts updates of the weights.
+        last_progress: when a step was last collected, or begun after a rest; seconds of `time.perf_counter`.
     """
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
@@ -54,6 +55,7 @@ class Core:
         self.paused = False
         self.weights_are_whole = True
         self.weight_version = 0
+        self.last_progress = time.perf_counter()
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
         self._groups: Counter[str] = Counter()  # live requests of those that are several samples of one prompt
@@ -66,6 +68,11 @@ class Core:
     def can_step(self) -> bool:
         """Whether a turn would do anything."""
         return not self.paused and self.weights_are_whole and bool(self.outputs or self._in_flight)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the step that is on its way has been, or none has come; 0 at rest. For any thread."""
+        return time.perf_counter() - self.last_progress if self.can_step else 0.0
 
     def seconds_to_deadline(self) -> float | None:
         """How long nothing may be done at most; None if no request has a deadline."""
@@ -92,6 +99,8 @@ class Core:
         for output in outputs:
             if output.request.params.custom_logit_processor is not None:
                 self.runner.register_processor(output.request.params.custom_logit_processor)
+        if not self.can_step:
+            self.last_progress = time.perf_counter()
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
@@ -143,6 +152,7 @@ class Core:
 
     def resume(self) -> None:
         self.paused = False
+        self.last_progress = time.perf_counter()
 
     def update_weights(self, replace: Callable[[list[jax.Array]], None]) -> int:
         """Let `replace` change the parameters in place, and forget the KV of the old ones, pinned or not.
@@ -255,7 +265,7 @@ class Core:
         """Take the oldest step's results and end the requests that they complete."""
         step = self._in_flight.popleft()
         results = self.runner.collect(step.launched)
-        now = time.perf_counter()
+        now = self.last_progress = time.perf_counter()
         self._take_prompt_results(step, results)
         for index, row in zip(row_indices(step.plan, step.shape), step.plan.rows, strict=True):
             request = row.request

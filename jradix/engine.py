@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -48,7 +49,7 @@ class Engine:
         self.config = config or EngineConfig.from_kwargs(**options)
         parts = startup.build(self.config)
         self.tokenizer, self.runner, self.model_config = parts.tokenizer, parts.runner, parts.model_config
-        self.context_length = parts.context_length
+        self.context_length, self.model_files = parts.context_length, parts.model_files
         self._submission = Submission(
             self.tokenizer,
             vocab_size=self.model_config.vocab_size,
@@ -247,6 +248,45 @@ class Engine:
     def check_idle(self) -> None:
         """Raise unless nothing runs and every page is free or evictable: what must hold between requests."""
         self._loop.call(self._core.check_idle)
+
+    def prepare(
+        self,
+        input_ids: Sequence[TokenIds],
+        sampling_params: Params | Sequence[Params] | None,
+        tell: Callable[[Output], None],
+        *,
+        each_token: bool,
+        **options: Unpack[RequestOptions],
+    ) -> list[Output]:
+        """Check requests, for a caller who waits for nothing: ``send(lambda core: core.submit(outputs))`` queues them.
+
+        Their text is made elsewhere: it stays empty here, unless stops have to be found in it.
+
+        Args:
+            tell: called with an output that has ended or, with `each_token`, grown. It runs on the engine's thread,
+                which makes no step meanwhile.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        requests, _ = self._submission.requests(None, input_ids, sampling_params, **options)
+        return [
+            Output(request, self.tokenizer if request.params.has_text_stop else None, tell, tell_each_token=each_token)
+            for request in requests
+        ]
+
+    def send[T](self, function: Callable[[Core], T]) -> Future[T]:
+        """Run `function` on the engine's thread, between two steps, and do not wait for it.
+
+        Raises:
+            ShutDownError: there is no such thread any more.
+        """
+        return self._loop.send(partial(function, self._core))
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long there has been something to do and nothing was done; a step may take its time."""
+        return self._core.stalled_seconds
 
     def hold(self) -> AbstractContextManager[Core]:
         """Lend the loop's state to this thread, between two steps: to inspect it, or to step by hand.

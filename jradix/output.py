@@ -104,10 +104,11 @@ class Output:
                 self._detokenizer = None
         self._tell_change()
 
-    def as_dict(self) -> dict[str, Any]:
-        """The result so far, as `Engine.generate` describes it."""
+    def as_dict(self, first: int = 0) -> dict[str, Any]:
+        """The result so far, as `Engine.generate` describes it; of tokens and their log-probabilities only those from
+        output position `first` on."""
         with self._lock:
-            return self._as_dict()
+            return self._as_dict(first)
 
     def _tell_change(self) -> None:
         if self._tell is not None:
@@ -123,7 +124,7 @@ class Output:
             return FinishReason("stop", matched=token_id)
         if request.constraint is not None:
             request.constraint.accept(token_id)
-        if request.params.stop or request.params.stop_regex:
+        if request.params.has_text_stop:
             self._decode(count)
             if self._detokenizer is not None and self._detokenizer.stopped is not None:
                 return FinishReason("stop", matched=self._detokenizer.stopped)
@@ -136,7 +137,7 @@ class Output:
             return FinishReason("length", length=count)
         return None
 
-    def _as_dict(self) -> dict[str, Any]:
+    def _as_dict(self, first: int) -> dict[str, Any]:
         request = self.request
         if not self.finished:
             self._decode(self._num_certain)
@@ -154,13 +155,13 @@ class Output:
             meta["weight_version"] = self._weight_version
         if request.logprobs is not None:
             decode = None if self._tokenizer is None else self._text_of
-            meta.update(request.logprobs.as_meta(request.output_ids[: self._num_certain], decode))
+            meta.update(request.logprobs.as_meta(request.output_ids[: self._num_certain], decode, first))
         if self._hidden:
             meta["hidden_states"] = np.concatenate([hidden for _, hidden in self._hidden])
             meta["hidden_state_positions"] = np.concatenate(
                 [np.arange(position, position + len(hidden)) for position, hidden in self._hidden]
             )
-        return {"text": self._text, "output_ids": request.output_ids[: self._num_certain], "meta_info": meta}
+        return {"text": self._text, "output_ids": request.output_ids[first : self._num_certain], "meta_info": meta}
 
     def _text_of(self, token_id: int) -> str:
         assert self._tokenizer is not None

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypedDict
 
 import numpy as np
 
 from jradix import validation
 from jradix.logprobs import MAX_TOP_LOGPROBS
+from jradix.validation import is_sequence
 
 
 class RequestOptions(TypedDict, total=False):
@@ -106,10 +107,3 @@ def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
             f"{name} must be one for all or a list with one for each of the {count} prompts, got {len(given)}"
         )
     return given
-
-
-def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether the value is a list, tuple or array, and not text."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -149,6 +149,11 @@ class SamplingParams:
             values[name] = value
         return cls(**values)
 
+    @property
+    def has_text_stop(self) -> bool:
+        """Whether the output has to become text to know where it ends."""
+        return bool(self.stop or self.stop_regex)
+
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Raises ``ValueError`` when a token id of any field is not one of a vocabulary of this size."""
         for name in ("stop_token_ids", "logit_bias"):

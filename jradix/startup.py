@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,7 +36,10 @@ DTYPES: dict[str, Any] = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything an engine is made of that depends on the model."""
+    """Everything an engine is made of that depends on the model.
+
+    model_files: the directory or GGUF file that the weights and the tokenizer came from.
+    """
 
     model_config: ModelConfig
     tokenizer: Tokenizer | None
@@ -45,6 +49,7 @@ class Parts:
     buckets: Buckets
     context_length: int
     eos_ids: frozenset[int]
+    model_files: Path
 
 
 def build(config: EngineConfig) -> Parts:
@@ -74,7 +79,7 @@ def build(config: EngineConfig) -> Parts:
         strict=config.strict_compile,
     )
     eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_token_ids)
-    return Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids)
+    return Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids, checkpoint.path)
 
 
 def weights_to_replace(

@@ -15,11 +15,12 @@ import numpy.typing as npt
 from jradix.grammar import Constraint, Grammars
 from jradix.logprobs import MAX_LOGPROB_IDS
 from jradix.request import Request
-from jradix.request_options import RequestOptions, is_sequence, options_of_each
+from jradix.request_options import RequestOptions, options_of_each
 from jradix.sampling_batch import MAX_SUPPRESSED_IDS
 from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
 from jradix.token_logprobs import TokenLogprobs
 from jradix.tokenizer import Tokenizer
+from jradix.validation import is_sequence
 
 Params = SamplingParams | Mapping[str, Any]
 _LOGPROB_DETAILS = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")
@@ -146,7 +147,7 @@ class Submission:
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
         max_new_tokens = self._max_new_tokens(params.max_new_tokens, len(prompt_ids))
-        if (params.stop or params.stop_regex) and self._tokenizer is None:
+        if params.has_text_stop and self._tokenizer is None:
             raise ValueError("stop and stop_regex need a tokenizer, and skip_tokenizer_init is set: use stop_token_ids")
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.min_new_tokens and len(stop_ids) > MAX_SUPPRESSED_IDS:

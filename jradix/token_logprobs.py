@@ -91,8 +91,11 @@ class TokenLogprobs:
         self._output_top.append(self._top_of(rows, index))
         self._output_given.append(self._given_of(rows, index))
 
-    def as_meta(self, output_ids: Sequence[int], decode: Callable[[int], str] | None) -> dict[str, Any]:
-        """The entries of `meta_info`, named as SGLang does. `decode`: gives a token's text."""
+    def as_meta(self, output_ids: Sequence[int], decode: Callable[[int], str] | None, first: int = 0) -> dict[str, Any]:
+        """The entries of `meta_info`, named as SGLang does: those of the prompt, and of `output_ids` from `first` on.
+
+        decode: gives a token's text.
+        """
 
         def entry(value: float | None, token_id: int) -> Entry:
             return value, token_id, decode(token_id) if self.with_texts and decode is not None else None
@@ -100,19 +103,19 @@ class TokenLogprobs:
         def entries(found: Sequence[list[tuple[float, int]] | None]) -> list[list[Entry] | None]:
             return [None if row is None else [entry(*pair) for pair in row] for row in found]
 
-        count = len(output_ids)
+        new = slice(first, len(output_ids))
         ids = self._prompt_ids[self.start :].tolist()
         values = [None if np.isnan(value) else float(value) for value in self._prompt]
         meta: dict[str, Any] = {
             "input_token_logprobs": [entry(*pair) for pair in zip(values, ids, strict=True)],
-            "output_token_logprobs": [entry(*pair) for pair in zip(self._output[:count], output_ids, strict=True)],
+            "output_token_logprobs": [entry(*pair) for pair in zip(self._output[new], output_ids[new], strict=True)],
         }
         if self.num_top:
             meta["input_top_logprobs"] = entries(self._prompt_top)
-            meta["output_top_logprobs"] = entries(self._output_top[:count])
+            meta["output_top_logprobs"] = entries(self._output_top[new])
         if self.given_ids:
             meta["input_token_ids_logprobs"] = entries(self._prompt_given)
-            meta["output_token_ids_logprobs"] = entries(self._output_given[:count])
+            meta["output_token_ids_logprobs"] = entries(self._output_given[new])
         return meta
 
     def _top_of(self, rows: LogprobRows, index: int) -> list[tuple[float, int]]:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -150,3 +150,8 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether the value is a list, tuple or array, and not text."""
+    return getattr(value, "ndim", 0) > 0 or (isinstance(value, Sequence) and not isinstance(value, str | bytes))

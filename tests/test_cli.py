@@ -14,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from jradix import Engine, EngineConfig, SamplingParams, cli
 from jradix.chat import Chat
 from jradix.cli import main
 from jradix.options import attribute_docs, given_options
+from tests.tiny_engine import write_byte_model
 
 SMALL = [
     "--dtype",
@@ -65,21 +64,7 @@ def _engines_are_shared(load: Callable[[EngineConfig], Engine], monkeypatch: pyt
 def text_model(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]) -> Path:
     """The tiny llama with a tokenizer of bytes and a chat template."""
     folder = tmp_path_factory.mktemp("llama")
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(tiny_path("llama") / name)
-    tokens = ["<unk>", "<s>", "</s>", *sorted(ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_byte_model(tiny_path("llama"), folder, TEMPLATE)
     return folder
 
 

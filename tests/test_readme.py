@@ -14,6 +14,7 @@ import pytest
 
 from jradix import EngineConfig, SamplingParams
 from jradix.request_options import RequestOptions
+from jradix.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -127,9 +128,16 @@ def test_the_cache_examples_run_one_after_the_other(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[0] == shown
 
 
-@pytest.mark.parametrize(("heading", "config"), [("Engine", EngineConfig), ("Sampling", SamplingParams)])
-def test_the_configuration_tables_name_every_field_and_its_default(heading: str, config: type) -> None:
-    section = (ROOT / "docs" / "configuration.md").read_text("utf-8").partition(f"\n## {heading}\n")[2]
+@pytest.mark.parametrize(
+    ("document", "heading", "config"),
+    [
+        ("configuration.md", "Engine", EngineConfig),
+        ("configuration.md", "Sampling", SamplingParams),
+        ("server.md", "Settings", ServerConfig),
+    ],
+)
+def test_the_configuration_tables_name_every_field_and_its_default(document: str, heading: str, config: type) -> None:
+    section = (ROOT / "docs" / document).read_text("utf-8").partition(f"\n## {heading}\n")[2]
     documented = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE))
     assert list(documented) == [field.name for field in dataclasses.fields(config)]
     for field in dataclasses.fields(config):

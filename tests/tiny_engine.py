@@ -13,6 +13,7 @@ import jax
 import jax.monitoring
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 
 from jradix import Engine, SamplingParams
 from jradix.batch import build_arrays, build_copies, step_shape
@@ -59,6 +60,25 @@ def write_text_model(source: Path, target: Path) -> None:
         "eos_token": "</s>",
     }
     (target / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_byte_model(source: Path, target: Path, chat_template: str, special: Sequence[str] = ()) -> None:
+    """Link a tiny checkpoint to `target` and give it a tokenizer of bytes, which writes anything, and a template."""
+    for name in ("config.json", "model.safetensors"):
+        (target / name).symlink_to(source / name)
+    tokens = ["<unk>", "<s>", "</s>", *sorted(ByteLevel.alphabet()), *special]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", *special])
+    backend.save(str(target / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": chat_template,
+    }
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def write_dummy_model(source: Path, target: Path, **changes: Any) -> None:

@@ -1,0 +1,42 @@
+"""The application: all routes, behind the gate, with one format for all errors."""
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from jradix.server import errors
+from jradix.server.chat import chat_routes
+from jradix.server.completions import completion_routes
+from jradix.server.gate import Gate
+from jradix.server.native import generate_routes
+from jradix.server.operators import operator_routes
+from jradix.server.service import Service
+
+LOG = logging.getLogger(__name__)
+
+
+def make_app(service: Service) -> FastAPI:
+    """The ASGI application that serves one engine."""
+    app = FastAPI(title="jradix", docs_url="/docs", redoc_url=None)
+    for router in (
+        completion_routes(service),
+        chat_routes(service),
+        generate_routes(service),
+        operator_routes(service),
+    ):
+        app.include_router(router)
+
+    async def refuse(_: Request, error: Exception) -> JSONResponse:
+        answer = errors.response(error)
+        if answer.status_code == 500:
+            LOG.error("a request has failed", exc_info=error)
+        return answer
+
+    for kind in (Exception, HTTPException, RequestValidationError, ValueError, RuntimeError, errors.RequestError):
+        app.add_exception_handler(kind, refuse)
+    max_body_bytes = service.config.max_body_mb * 2**20
+    app.add_middleware(Gate, api_key=service.config.api_key, max_body_bytes=max_body_bytes)
+    return app

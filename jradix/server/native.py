@@ -1,0 +1,135 @@
+"""SGLang's own way to generate: /generate and /abort_request."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from jradix.sampling_params import SamplingParams
+from jradix.server.event_stream import EventStream
+from jradix.server.generation import Generation, Sample
+from jradix.server.service import Service, finished, namespace
+from jradix.validation import is_sequence
+
+_OPTIONS = (
+    "rid",
+    "priority",
+    "routing_key",
+    "timeout",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+)
+
+
+class GenerateRequest(BaseModel):
+    """The body of /generate. What stands behind each field is checked where `Engine.generate` checks it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: str | list[str] | None = None
+    input_ids: Any = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    rid: Any = None
+    cache_salt: str | int | None = None
+    extra_key: str | int | None = None
+    priority: Any = None
+    routing_key: Any = None
+    timeout: Any = None
+    return_logprob: Any = None
+    logprob_start_len: Any = None
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
+    return_text_in_logprobs: bool = False
+
+
+class AbortRequest(BaseModel):
+    """The body of /abort_request: one id, or all."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+def generate_routes(service: Service) -> APIRouter:
+    """/generate and /abort_request."""
+    router = APIRouter()
+
+    @router.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(body: GenerateRequest, request: Request) -> Any:
+        prompts, single = await _prompts(service, body)
+        params = _params_of_each(body.sampling_params, len(prompts))
+        single = single and params[0].n == 1
+        options = {name: value for name in _OPTIONS if (value := getattr(body, name)) is not None}
+        options["cache_salt"] = namespace(body.cache_salt, body.extra_key)
+        with_texts = body.return_text_in_logprobs
+        if with_texts and not body.return_logprob:
+            raise ValueError("return_text_in_logprobs needs return_logprob=True")
+        generation = await service.submit(request, prompts, params, options, stream=body.stream)
+        if body.stream:
+            return EventStream(generation, _events(service, generation, single, with_texts))
+        await finished(request, generation)
+        results = [_result(service, sample, with_texts) for sample in generation.samples]
+        return JSONResponse(results[0] if single else results)
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortRequest) -> dict[str, int]:
+        if (body.rid is None) != body.abort_all:
+            raise ValueError("rid must be the id of a request, or abort_all true: give exactly one of them")
+        return {"num_aborted": await service.engine.call("abort_request", body.rid)}
+
+    return router
+
+
+async def _prompts(service: Service, body: GenerateRequest) -> tuple[Sequence[Any], bool]:
+    """The ids of each prompt, and whether a single one was given."""
+    if (body.text is None) == (body.input_ids is None):
+        raise ValueError("text or input_ids must be given, and not both")
+    if body.text is None:
+        if not is_sequence(body.input_ids) or not len(body.input_ids):
+            raise ValueError(
+                f"input_ids must be a list of token ids or of such lists, not empty, got {body.input_ids!r:.80}"
+            )
+        single = not is_sequence(body.input_ids[0])
+        return [body.input_ids] if single else body.input_ids, single
+    if isinstance(body.text, str):
+        return [await service.token_ids(body.text)], True
+    if not body.text:
+        raise ValueError("text must be a string or a list of strings, not empty, got []")
+    return [await service.token_ids(text) for text in body.text], False
+
+
+def _params_of_each(given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, Mapping):
+        return [SamplingParams.from_dict(given or {})] * count
+    if len(given) != count:
+        raise ValueError(f"sampling_params must be one for all or a list of {count}, got {len(given)}")
+    return [SamplingParams.from_dict(one) for one in given]
+
+
+async def _events(
+    service: Service, generation: Generation, single: bool, with_texts: bool
+) -> AsyncIterator[dict[str, Any]]:
+    async for samples in generation.changes():
+        for sample in samples:
+            result = _result(service, sample, with_texts)
+            yield result if single else {**result, "index": sample.index}
+
+
+def _result(service: Service, sample: Sample, with_texts: bool) -> dict[str, Any]:
+    meta = sample.meta
+    if with_texts:
+        meta = {name: _with_texts(service, value) if "logprobs" in name else value for name, value in meta.items()}
+    return {"text": sample.text, "output_ids": sample.output_ids, "meta_info": meta}
+
+
+def _with_texts(service: Service, value: Any) -> Any:
+    """Entries (log-probability, id, None) with the token's text in place of None, in lists of any depth."""
+    if isinstance(value, tuple):
+        return value[0], value[1], service.tokenizer.decode([value[1]], skip_special_tokens=False)
+    return value and [_with_texts(service, item) for item in value]

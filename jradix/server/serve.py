@@ -1,0 +1,89 @@
+"""`jradix serve`: an engine process, an HTTP server before it, and an orderly end of both."""
+
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from jradix.config import EngineConfig
+from jradix.server.app import make_app
+from jradix.server.client import EngineClient
+from jradix.server.config import ServerConfig
+from jradix.server.metrics import Metrics
+from jradix.server.service import Service
+
+LOG = logging.getLogger(__name__)
+ENGINE_DIED = 1
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM, or until the engine process dies.
+
+    Raises:
+        ValueError: the configuration or the model's files are wrong, or the address cannot be listened on.
+        SystemExit: status 0 after SIGTERM, when the requests that ran have ended; 1 if the engine process has died.
+        KeyboardInterrupt: after SIGINT, in the same way.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _exit)
+    with _listening(config) as listener:
+        address = f"{config.host}:{listener.getsockname()[1]}"
+        LOG.info("loading %s, to be served at http://%s", engine_config.model_path, address)
+        engine = EngineClient.start(engine_config, config.log_level)
+        try:
+            model_name = config.served_model_name or str(engine_config.model_path)
+            service = Service(engine, config, Metrics(model_name), model_name)
+            LOG.info("serving %s at http://%s", model_name, address)
+            _Server(service).run([listener])
+        finally:
+            engine.stop()
+        if engine.dead:
+            sys.exit(ENGINE_DIED)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, which begins by listening to the engine and ends when the engine does."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=service.config.drain_seconds,
+            )
+        )
+        self._service = service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.engine.listen(self._end)
+        await super().startup(sockets)
+
+    def _end(self) -> None:
+        LOG.critical("the engine process has ended, and so does the server")
+        self.should_exit = True
+
+
+def _listening(config: ServerConfig) -> socket.socket:
+    """A socket that is bound, and not listened on before the engine is ready: clients are refused until then."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"host and port must be an address that is free: {config.host}:{config.port}: {error}"
+        ) from error
+    return listener
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Runs at once while the engine loads, and after uvicorn has ended what was running."""
+    sys.exit(0)

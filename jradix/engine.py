@@ -26,9 +26,11 @@ from jradix.offline_prediction import Capacity
 from jradix.output import Output
 from jradix.progress import BatchProgress
 from jradix.request import Request
-from jradix.request_options import is_sequence
+from jradix.request_options import RequestOptions
+from jradix.sampling_params import Params
 from jradix.scheduler import Scheduler
-from jradix.submission import Params, RequestOptions, Submission, TokenIds
+from jradix.submission import Submission, TokenIds
+from jradix.validation import is_sequence
 
 
 class Engine:

@@ -89,16 +89,12 @@ def options_of_each(options: Mapping[str, Any], count: int) -> list[dict[str, An
         for fields, value in zip(each, _one_each(name, given, count), strict=True):
             if value is not None:
                 fields[name] = check(name, value)
-    rids = [fields["rid"] for fields in each if "rid" in fields]
-    if len(set(rids)) < len(rids):
-        raise ValueError(f"rid must name each request differently, got {rids}")
     return each
 
 
 def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
-    if name == "token_ids_logprob" and given is not None and not any(is_sequence(item) for item in given):
-        return [given] * count
-    if not is_sequence(given):
+    one_list = name == "token_ids_logprob" and is_sequence(given) and not any(is_sequence(item) for item in given)
+    if one_list or not is_sequence(given):
         if name == "rid" and given is not None and count != 1:
             raise ValueError(f"rid must be a list of {count} ids for {count} prompts, got {given!r}")
         return [given] * count

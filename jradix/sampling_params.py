@@ -160,3 +160,32 @@ class SamplingParams:
             for token_id in getattr(self, name) or ():
                 if token_id >= vocab_size:
                     raise ValueError(f"{name} must lie in [0, {vocab_size}) for this model, got {token_id}")
+
+
+type Params = SamplingParams | Mapping[str, Any]
+"""Sampling parameters, or a dict of their fields."""
+
+
+def params_of_each(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    """The sampling parameters of each of `count` prompts, of which a caller gave none, one for all, or a list.
+
+    Raises:
+        ValueError: a list of another length, something else, or a wrong field.
+    """
+    if not validation.is_sequence(given):
+        return [_as_params(given)] * count
+    if len(given) != count:
+        raise ValueError(
+            f"sampling_params must be one for all or a list with one for each of the {count} prompts, got {len(given)}"
+        )
+    return [_as_params(params) for params in given]
+
+
+def _as_params(params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if isinstance(params, Mapping):
+        return SamplingParams.from_dict(params)
+    raise ValueError(f"sampling_params must be SamplingParams or a dict of its fields, got {params!r}")

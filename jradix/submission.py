@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -17,12 +17,11 @@ from jradix.logprobs import MAX_LOGPROB_IDS
 from jradix.request import Request
 from jradix.request_options import RequestOptions, options_of_each
 from jradix.sampling_batch import MAX_SUPPRESSED_IDS
-from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, SamplingParams
+from jradix.sampling_params import DEFAULT_MAX_NEW_TOKENS, SEED_LIMIT, Params, SamplingParams, params_of_each
 from jradix.token_logprobs import TokenLogprobs
 from jradix.tokenizer import Tokenizer
 from jradix.validation import is_sequence
 
-Params = SamplingParams | Mapping[str, Any]
 _LOGPROB_DETAILS = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
@@ -60,7 +59,7 @@ class Submission:
         """
         arrival_time = time.perf_counter()
         prompts, single = self._prompts(prompt, input_ids)
-        params = _params_of_each(sampling_params, len(prompts))
+        params = params_of_each(sampling_params, len(prompts))
         each = options_of_each(options, len(prompts))
         made = [
             request
@@ -224,26 +223,6 @@ class Submission:
                 f"{self._context_length}, which leaves {room}; None asks for as many as fit"
             )
         return asked
-
-
-def _params_of_each(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    if not is_sequence(given):
-        return [_as_params(given)] * count
-    if len(given) != count:
-        raise ValueError(
-            f"sampling_params must be one for all or a list with one for each of the {count} prompts, got {len(given)}"
-        )
-    return [_as_params(params) for params in given]
-
-
-def _as_params(params: Any) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if isinstance(params, SamplingParams):
-        return params
-    if isinstance(params, Mapping):
-        return SamplingParams.from_dict(params)
-    raise ValueError(f"sampling_params must be SamplingParams or a dict of its fields, got {params!r}")
 
 
 def _shortened(value: Any) -> str:

@@ -71,6 +71,7 @@ GOOD = [3, 4, 5]
         ({"input_ids": GOOD, "return_logprob": True, "top_logprobs_num": 10**6}, r"top_logprobs_num .*\[0, 128\]"),
         ({"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": [3, 320]}, r"\[0, 320\).* got 320"),
         ({"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob"),
+        ({"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": 5}, "token_ids_logprob must be a list"),
         (
             {"input_ids": GOOD, "return_logprob": True, "token_ids_logprob": list(range(129))},
             "at most 128 ids, got 129",

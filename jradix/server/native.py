@@ -1,13 +1,13 @@
 """SGLang's own way to generate: /generate and /abort_request."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
-from jradix.sampling_params import SamplingParams
+from jradix.sampling_params import params_of_each
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
 from jradix.server.service import Service, finished, namespace
@@ -63,7 +63,7 @@ def generate_routes(service: Service) -> APIRouter:
     @router.api_route("/generate", methods=["POST", "PUT"])
     async def generate(body: GenerateRequest, request: Request) -> Any:
         prompts, single = await _prompts(service, body)
-        params = _params_of_each(body.sampling_params, len(prompts))
+        params = params_of_each(body.sampling_params, len(prompts))
         single = single and params[0].n == 1
         options = {name: value for name in _OPTIONS if (value := getattr(body, name)) is not None}
         options["cache_salt"] = namespace(body.cache_salt, body.extra_key)
@@ -102,14 +102,6 @@ async def _prompts(service: Service, body: GenerateRequest) -> tuple[Sequence[An
     if not body.text:
         raise ValueError("text must be a string or a list of strings, not empty, got []")
     return [await service.token_ids(text) for text in body.text], False
-
-
-def _params_of_each(given: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, Mapping):
-        return [SamplingParams.from_dict(given or {})] * count
-    if len(given) != count:
-        raise ValueError(f"sampling_params must be one for all or a list of {count}, got {len(given)}")
-    return [SamplingParams.from_dict(one) for one in given]
 
 
 async def _events(

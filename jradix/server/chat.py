@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,8 +11,9 @@ from fastapi.responses import JSONResponse
 
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
+from jradix.server.openai_answer import OpenAIAnswer
 from jradix.server.openai_logprobs import of_chat
-from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai, usage
+from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai
 from jradix.server.service import Service, finished
 from jradix.server.tool_calls import OPEN, Part, ToolCall, ToolUse
 from jradix.tokenizer import Tokenizer
@@ -91,33 +91,14 @@ class _Choice:
         return "tool_calls" if reason == "stop" and self.calls else reason
 
 
-class _Answer:
-    """One request's answer, whole or in chunks."""
+class _Answer(OpenAIAnswer):
+    """In a stream each choice has its role first, then deltas, then the finish reason."""
 
     def __init__(self, service: Service, body: ChatRequest, name: str, generation: Generation, use: ToolUse) -> None:
-        self._service, self._body, self._generation = service, body, generation
+        object_name = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, name, generation, object_name=object_name)
+        self._with_logprobs = bool(body.logprobs)
         self._choices = [_Choice(use) for _ in generation.samples]
-        self._head = {
-            "id": name,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": body.model or service.model_name,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        """All of it, once all outputs have ended."""
-        samples = self._generation.samples
-        return {**self._head, "choices": [self._choice(sample) for sample in samples], "usage": usage(samples)}
-
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """What is new, as it comes: for each choice the role, then deltas, then the finish reason."""
-        usage_field = {"usage": None} if self._body.includes_usage else {}
-        async for samples in self._generation.changes():
-            for sample in samples:
-                for piece in self._pieces(sample):
-                    yield {**self._head, "choices": [piece], **usage_field}
-        if self._body.includes_usage:
-            yield {**self._head, "choices": [], "usage": usage(self._generation.samples)}
 
     def _choice(self, sample: Sample) -> dict[str, Any]:
         choice = self._choices[sample.index]
@@ -158,7 +139,7 @@ class _Answer:
 
     def _logprobs(self, sample: Sample, choice: _Choice) -> dict[str, Any] | None:
         """Of the tokens whose log-probabilities were not given before."""
-        if not self._body.logprobs:
+        if not self._with_logprobs:
             return None
         first, choice.num_tokens = choice.num_tokens, len(sample.output_ids)
         return of_chat(self._service.tokenizer, sample, first)

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,9 @@ from fastapi.responses import JSONResponse
 from jradix.server.errors import RequestError
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
+from jradix.server.openai_answer import OpenAIAnswer
 from jradix.server.openai_logprobs import of_completion
-from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai, usage
+from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai
 from jradix.server.service import Service, finished
 from jradix.validation import is_sequence
 
@@ -88,37 +88,20 @@ def completion_routes(service: Service) -> APIRouter:
     return router
 
 
-class _Answer:
-    """One request's answer, whole or in chunks."""
+class _Answer(OpenAIAnswer):
+    """In a stream each piece is a choice with what was not sent of it; the last has the finish reason."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, name: str, generation: Generation, choices: list[_Choice]
     ) -> None:
-        self._service, self._body, self._generation, self._choices = service, body, generation, choices
-        self._head = {
-            "id": name,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or service.model_name,
-        }
+        super().__init__(service, body, name, generation, object_name="text_completion")
+        self._body, self._choices = body, choices
 
-    def whole(self) -> dict[str, Any]:
-        """All of it, once all outputs have ended."""
-        samples = self._generation.samples
-        return {**self._head, "choices": [self._piece(sample) for sample in samples], "usage": usage(samples)}
+    def _pieces(self, sample: Sample) -> list[dict[str, Any]]:
+        piece = self._choice(sample)
+        return [piece] if piece["text"] or piece["logprobs"] or piece["finish_reason"] is not None else []
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """What is new, as it comes."""
-        usage_field = {"usage": None} if self._body.includes_usage else {}
-        async for samples in self._generation.changes():
-            for sample in samples:
-                piece = self._piece(sample)
-                if piece["text"] or piece["logprobs"] or piece["finish_reason"] is not None:
-                    yield {**self._head, "choices": [piece], **usage_field}
-        if self._body.includes_usage:
-            yield {**self._head, "choices": [], "usage": usage(self._generation.samples)}
-
-    def _piece(self, sample: Sample) -> dict[str, Any]:
+    def _choice(self, sample: Sample) -> dict[str, Any]:
         """What was not sent of a choice; the finish reason with the last of it."""
         choice = self._choices[sample.index]
         text = sample.text[choice.num_characters :]

@@ -29,7 +29,7 @@ def report(config: EngineConfig) -> str:
         "model": f"{model.architecture}, {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.head_dim}, vocabulary of {model.vocab_size}",
         "weights": f"{_size(weight_bytes)} in {parts.runner.parameters[0].dtype}",
-        "layer loop": mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop,
+        "layer loop": startup.layer_loop_of(config),
         "context": f"{parts.context_length} tokens of the model's {model.max_position_embeddings}",
         "KV pool": f"{layout.num_pages - 1} pages of {layout.page_size} tokens = {tokens} tokens, "
         f"{_size(parts.runner.pool.nbytes)} in {dtype}",

@@ -99,7 +99,7 @@ def weights_to_replace(
         other = ModelConfig.from_hf(source.config)
         if other != model_config:
             raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {model_config}")
-    layer_loop = _layer_loop(config)
+    layer_loop = layer_loop_of(config)
     check_tensors(model_config, source, layer_loop)
     return partial(
         replace_parameters, config=model_config, source=source, dtype=DTYPES[config.dtype], layer_loop=layer_loop
@@ -132,7 +132,7 @@ def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> Transformer:
-    layer_loop = _layer_loop(config)
+    layer_loop = layer_loop_of(config)
     dtype = DTYPES[config.dtype]
     if config.load_format == "dummy":
         model = random_transformer(model_config, dtype=dtype, layer_loop=layer_loop, seed=config.random_seed)
@@ -142,7 +142,8 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
     return model
 
 
-def _layer_loop(config: EngineConfig) -> LayerLoop:
+def layer_loop_of(config: EngineConfig) -> LayerLoop:
+    """The one that is used: the configuration's, or what suits the device."""
     return mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
 
 

@@ -165,9 +165,8 @@ def take(tree, index):
     return jax.tree.map(lambda array: array[jnp.asarray(index)], tree)
 
 
-@pytest.mark.parametrize("vocab", [320, 5000])
-def test_a_row_does_not_depend_on_its_place_its_neighbours_or_their_number(vocab):
-    logits, params = strangers(48, vocab)
+def test_a_row_does_not_depend_on_its_place_its_neighbours_or_their_number():
+    logits, params = strangers(48, 5000)
     together = np.asarray(draw(logits, params))
     assert len(set(together.tolist())) > 20
     order = np.random.default_rng(1).permutation(48)

@@ -1,4 +1,7 @@
-"""A server process on a tiny model, one for all tests of a worker, and clients for it."""
+"""A server process on a tiny model, one for all tests of a worker, and clients for it.
+
+Which processes live, and in how much memory, is read from /proc: these tests need Linux.
+"""
 
 import os
 import re
@@ -15,6 +18,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server.checked_server import FAULT
 from tests.tiny_engine import write_byte_model
 
 API_KEY = "a key for tests"
@@ -54,6 +58,16 @@ class ServerProcess:
     def log(self) -> str:
         return self.log_path.read_text("utf-8")
 
+    @property
+    def fault(self) -> Path:
+        """The file that breaks the device of a checked server while it exists."""
+        return self.log_path.with_suffix(".fault")
+
+    @property
+    def engine_pid(self) -> int:
+        """Multiprocessing's tracker of resources is a child too; the engine is the one with the pipe."""
+        return next(pid for pid in self.child_pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
     def wait_until_ready(self, seconds: float = 120) -> str:
         """The server's URL, once it answers."""
         give_up = time.monotonic() + seconds
@@ -84,17 +98,21 @@ def byte_model_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callabl
 
 @pytest.fixture(scope="session")
 def start_server(byte_model_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts servers, with more options or without, and kills those that are still alive at the end."""
+    """Starts servers, with more options or without, and kills those that are still alive at the end.
+
+    They share what they have compiled, so that only the first of a kind takes its time for it.
+    """
     started: list[ServerProcess] = []
     root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as folder:
 
-        def start(*options: str) -> ServerProcess:
+        def start(*options: str, module: str = "jradix") -> ServerProcess:
             words = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
+            command = [sys.executable, "-m", module, "serve", "--model-path", str(byte_model_path), *words, *options]
             log_path = Path(folder) / f"{len(started)}.log"
             with log_path.open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "jradix", "serve", "--model-path", str(byte_model_path), *words, *options],
+                    [*command, "--compilation-cache-dir", folder],
                     stdout=log,
                     stderr=log,
                     env={
@@ -102,6 +120,7 @@ def start_server(byte_model_path: Path) -> Iterator[Callable[..., ServerProcess]
                         "PYTHONPATH": str(root),
                         "JAX_PLATFORMS": "cpu",
                         "XLA_FLAGS": "--xla_backend_optimization_level=0",
+                        FAULT: str(log_path.with_suffix(".fault")),
                     },
                 )
             started.append(ServerProcess(process, log_path))
@@ -148,6 +167,12 @@ def wait_until_idle(client: httpx2.Client, seconds: float = 30) -> dict[str, flo
             return info
         assert time.monotonic() < give_up, info
         time.sleep(0.05)
+
+
+def rss_mib(pid: int) -> float:
+    """MiB of memory that a process has resident."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) / 1024
 
 
 def metrics(http: httpx2.Client) -> dict[str, float]:

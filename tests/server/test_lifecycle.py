@@ -28,11 +28,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def engine_pid(server: ServerProcess) -> int:
-    """Multiprocessing's tracker of resources is a child too; the engine is the one with the pipe."""
-    return next(pid for pid in server.child_pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
 def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -43,7 +38,7 @@ def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(
         whole = pool.submit(http.post, "/generate", json=body)
         stream = pool.submit(http.post, "/generate", json={**body, "stream": True})
         time.sleep(0.5)  # both are there, and the first compiles
-        os.kill(engine_pid(server), signal.SIGKILL)
+        os.kill(server.engine_pid, signal.SIGKILL)
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["code"] == "engine_dead"
         assert '"code":"engine_dead"' in stream.result().text
@@ -54,7 +49,7 @@ def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(
 def test_sigterm_lets_requests_end_and_takes_no_more(start_server: Callable[..., ServerProcess]) -> None:
     server = start_server(WITHOUT_TEXT)
     url = server.wait_until_ready()
-    engine = engine_pid(server)
+    engine = server.engine_pid
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
     with ThreadPoolExecutor() as pool, httpx2.Client(base_url=url, headers=HEADERS, timeout=60) as http:
         running = pool.submit(http.post, "/generate", json=body)
@@ -73,7 +68,7 @@ def test_the_engine_ends_when_the_server_is_killed(start_server: Callable[..., S
     while not any(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.child_pids()):
         assert time.monotonic() < give_up
         time.sleep(0.01)
-    engine = engine_pid(server)
+    engine = server.engine_pid
     time.sleep(1)  # it imports by then
     server.process.kill()
     server.process.wait()

@@ -20,6 +20,9 @@ from jradix.server.service import Service
 
 LOG = logging.getLogger(__name__)
 ENGINE_DIED = 1
+_KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection stays open. Longer than clients keep theirs, of which many have 5 and proxies 60: if the
+server is the first to close it, a request that is on its way is lost."""
 _POLL_SECONDS = 0.1
 _SECONDS_TO_TELL = 5
 """How long the answers of aborted requests may take to be sent to clients who read slowly, or not at all."""
@@ -66,6 +69,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=service.config.drain_seconds + 2 * _SECONDS_TO_TELL,
             )
         )

@@ -45,6 +45,10 @@ OPTIONS = {
     "max-body-mb": 1,
     "port": 0,
 }
+SMALL_POOL = (
+    *("--context-length", "256", "--max-total-tokens", "224"),
+    *("--max-running-requests", "8", "--max-queued-requests", "40"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class ServerProcess:
         """Multiprocessing's tracker of resources is a child too; the engine is the one with the pipe."""
         return next(pid for pid in self.child_pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
-    def wait_until_ready(self, seconds: float = 120) -> str:
+    def wait_until_ready(self, seconds: float = 300) -> str:
         """The server's URL, once it answers."""
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
@@ -82,6 +86,10 @@ class ServerProcess:
                     pass
             time.sleep(0.05)
         raise AssertionError(f"the server does not answer:\n{self.log}")
+
+    def open_files(self) -> list[str]:
+        """Those of the HTTP process, sockets among them."""
+        return os.listdir(f"/proc/{self.process.pid}/fd")
 
     def child_pids(self) -> list[int]:
         return [
@@ -143,17 +151,32 @@ def url(server: ServerProcess) -> str:
     return server.wait_until_ready()
 
 
+@pytest.fixture(scope="session")
+def crowded(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    """A checked server with a pool of 56 pages; eight requests run at once, of which one may need them all."""
+    return start_server(*SMALL_POOL, module="tests.server.checked_server")
+
+
+@pytest.fixture
+def crowded_http(crowded: ServerProcess) -> Iterator[httpx2.Client]:
+    """Sends the API key."""
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    with httpx2.Client(base_url=crowded.wait_until_ready(), headers=headers, timeout=300) as client:
+        yield client
+        wait_until_idle(client)
+
+
 @pytest.fixture
 def http(url: str) -> Iterator[httpx2.Client]:
     """Sends the API key. After each test the engine must be at rest."""
-    with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {API_KEY}"}, timeout=90) as client:
+    with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {API_KEY}"}, timeout=300) as client:
         yield client
         wait_until_idle(client)
 
 
 @pytest.fixture
 def client(url: str, http: httpx2.Client) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=90) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -167,6 +190,17 @@ def wait_until_idle(client: httpx2.Client, seconds: float = 30) -> dict[str, flo
             return info
         assert time.monotonic() < give_up, info
         time.sleep(0.05)
+
+
+def wait_until_running(client: httpx2.Client, num_running: int, num_waiting: int = 0, seconds: float = 300) -> None:
+    """Until exactly so many requests run and wait."""
+    give_up = time.monotonic() + seconds
+    while True:
+        info = client.get("/get_metric_info").json()
+        if (info["num_running_requests"], info["num_waiting_requests"]) == (num_running, num_waiting):
+            return
+        assert time.monotonic() < give_up, info
+        time.sleep(0.01)
 
 
 def rss_mib(pid: int) -> float:

@@ -133,7 +133,7 @@ class Client:
         try:
             while not await asyncio.wait_for(self._ask(http), seconds):
                 self.num_refusals += 1
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.25)
         except TimeoutError:
             self.has_left = True
 
@@ -230,7 +230,7 @@ def draw_clients(jobs: Sequence[Job], count: int, rng: random.Random, *, wild: b
 async def crowd(url: str, key: str, clients: Sequence[Client]) -> None:
     """All of them, over NUM_CONNECTIONS connections at once."""
     waiting = iter(clients)
-    limits = httpx2.Limits(max_connections=2 * NUM_CONNECTIONS)
+    limits = httpx2.Limits(max_connections=NUM_CONNECTIONS + 8)
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits) as http:
 

@@ -58,7 +58,7 @@ class Core:
         self.last_progress = time.perf_counter()
         self.outputs: dict[str, Output] = {}  # of live requests
         self._in_flight: deque[_InFlight] = deque()
-        self._groups: Counter[str] = Counter()  # live requests of those that are several samples of one prompt
+        self._groups: Counter[str] = Counter()  # live requests of each of the ids that stand for several
         # A heap of deadline, number among all, and output; with requests that have ended.
         self._deadlines: list[tuple[float, int, Output]] = []
         self._deadline_numbers = itertools.count()
@@ -91,7 +91,7 @@ class Core:
             QueueFullError: there are more than `max_queued_requests` waiting.
         """
         for output in outputs:
-            for rid in (output.request.id, output.request.group):
+            for rid in (output.request.id, *output.request.groups):
                 if rid in self.outputs or rid in self._groups:
                     raise ValueError(f"rid {rid!r} belongs to a request that is still running: choose another")
             self.scheduler.validate(output.request)
@@ -104,8 +104,7 @@ class Core:
         for output in outputs:
             request = output.request
             self.outputs[request.id] = output
-            if request.group is not None:
-                self._groups[request.group] += 1
+            self._groups.update(request.groups)
             self.scheduler.add(request)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, next(self._deadline_numbers), output))
@@ -128,8 +127,8 @@ class Core:
         return cached_lens, self.scheduler.estimate.share
 
     def abort(self, rid: str) -> bool:
-        """End the live requests of this id or of this group; False if there are none."""
-        outputs = [output for output in self.outputs.values() if rid in (output.request.id, output.request.group)]
+        """End the live requests of this id, of which several may be known by it; False if there are none."""
+        outputs = [output for output in self.outputs.values() if rid in (output.request.id, *output.request.groups)]
         for output in outputs:
             self._finish(output.request, FinishReason("abort", message="aborted by the caller"))
         return bool(outputs)
@@ -301,10 +300,10 @@ class Core:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request, reason)
-        if request.group is not None:
-            self._groups[request.group] -= 1
-            if not self._groups[request.group]:
-                del self._groups[request.group]
+        for group in request.groups:
+            self._groups[group] -= 1
+            if not self._groups[group]:
+                del self._groups[group]
         self.outputs.pop(request.id).finish(weight_version=self.weight_version)
 
     def _expire(self) -> None:

@@ -191,7 +191,10 @@ class Engine:
         return [_score(result["meta_info"]) for result in results]
 
     def abort_request(self, rid: str) -> bool:
-        """End a live request; its result has finish reason "abort". False if no such request is alive."""
+        """End a live request, or all samples of a prompt or all prompts of a list that this id was given for.
+
+        Their results have finish reason "abort". False if none is alive.
+        """
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, a string, got {rid!r}")
         return self._loop.call(partial(self._core.abort, rid))

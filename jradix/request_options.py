@@ -14,7 +14,8 @@ from jradix.validation import is_sequence
 class RequestOptions(TypedDict, total=False):
     """Keywords of `Engine.generate`: each one for all prompts, or a list with one for each.
 
-    rid: the requests' ids, unique among those alive; made up if None.
+    rid: the requests' ids, unique among those alive; made up if None. One for several prompts makes rid-0, rid-1 and so
+        on of it, and stands for them all.
     cache_salt: requests share KV only with those of equal salt.
     priority: what the "priority" schedule and eviction policies go by; higher goes first and stays longer.
     routing_key: what the "routing-key" schedule policy groups requests by.
@@ -95,8 +96,8 @@ def options_of_each(options: Mapping[str, Any], count: int) -> list[dict[str, An
 def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
     one_list = name == "token_ids_logprob" and is_sequence(given) and not any(is_sequence(item) for item in given)
     if one_list or not is_sequence(given):
-        if name == "rid" and given is not None and count != 1:
-            raise ValueError(f"rid must be a list of {count} ids for {count} prompts, got {given!r}")
+        if name == "rid" and isinstance(given, str) and count > 1:
+            return [f"{given}-{index}" for index in range(count)]
         return [given] * count
     if len(given) != count:
         raise ValueError(

@@ -50,6 +50,8 @@ class OutputEstimate:
 
     def finished(self, num_tokens: int, max_new_tokens: int) -> None:
         """Learn from a request that ended by itself after `num_tokens` tokens, of `max_new_tokens`, which is not 0."""
+        if max_new_tokens == 1:
+            return  # it had no choice
         if not self._has_seen_any:  # what was assumed before counts as requests like this one
             self._has_seen_any = True
             self._used, self._allowed = PRIOR * max_new_tokens, float(max_new_tokens)

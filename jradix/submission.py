@@ -61,10 +61,12 @@ class Submission:
         prompts, single = self._prompts(prompt, input_ids)
         params = params_of_each(sampling_params, len(prompts))
         each = options_of_each(options, len(prompts))
+        rid = options.get("rid")
+        groups = (rid,) if isinstance(rid, str) and len(prompts) > 1 else ()
         made = [
             request
             for prompt_ids, one_params, one_options in zip(prompts, params, each, strict=True)
-            for request in self._samples(self._request(prompt_ids, one_params, one_options, arrival_time))
+            for request in self._samples(self._request(prompt_ids, one_params, one_options, groups, arrival_time))
         ]
         [(rid, count)] = Counter(request.id for request in made).most_common(1)
         if count > 1:
@@ -83,7 +85,7 @@ class Submission:
             yield replace(
                 first,
                 id=f"{first.id}-{index}",
-                group=first.id,
+                groups=(*first.groups, first.id),
                 seed=(first.seed + index) % SEED_LIMIT,
                 constraint=None if first.constraint is None else first.constraint.fork(),
                 logprobs=None if first.logprobs is None else first.logprobs.fresh(),
@@ -142,6 +144,7 @@ class Submission:
         prompt_ids: npt.NDArray[np.int32],
         params: SamplingParams,
         options: dict[str, Any],
+        groups: tuple[str, ...],
         arrival_time: float,
     ) -> Request:
         params.validate_for_vocab(self._vocab_size)
@@ -165,6 +168,7 @@ class Submission:
             constraint=self._constraint(params, stop_ids),
             logprobs=self._logprobs(prompt_ids, options),
             return_hidden_states=options.get("return_hidden_states", False),
+            groups=groups,
             priority=options.get("priority", 0),
             routing_key=options.get("routing_key"),
             deadline=None if timeout is None else arrival_time + timeout,

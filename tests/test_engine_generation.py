@@ -82,6 +82,22 @@ def test_an_abort_by_the_id_of_a_prompt_ends_all_its_samples_and_one_by_its_own_
     assert aborted == {"x-0", "x-1", "x-2", "y-1"}
 
 
+def test_an_abort_by_the_id_of_a_list_of_prompts_ends_them_all(tiny_engine: Engine) -> None:
+    params = [greedy(20), greedy(20, n=2), greedy(20)]
+    for rid, left in (("r", set[str]()), ("r-1", {"r-0", "r-2"}), ("r-2", {"r-0", "r-1-0", "r-1-1"})):
+        with paused(tiny_engine):
+            stream = tiny_engine.generate(input_ids=PROMPTS[:3], sampling_params=params, rid="r", stream=True)
+            with pytest.raises(ValueError, match="'r' belongs to a request that is still running"):
+                tiny_engine.generate(input_ids=PROMPTS[0], rid="r")
+            neighbour = tiny_engine.generate(input_ids=PROMPTS[3], sampling_params=greedy(3), rid="r-10", stream=True)
+            assert not tiny_engine.abort_request("r-")
+            assert tiny_engine.abort_request(rid)
+        ends = {item["meta_info"]["id"]: item["meta_info"]["finish_reason"] for item in stream}
+        assert ends.keys() == {"r-0", "r-1-0", "r-1-1", "r-2"}
+        assert {name for name, reason in ends.items() if reason is not None and reason["type"] == "length"} == left
+        assert list(neighbour)[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
 def test_samples_stream_and_stay_within_grammars_each_by_itself(tiny_engine: Engine) -> None:
     params = sampled(n=4, regex="[a-z]{4,9}")
     whole = tiny_engine.generate(

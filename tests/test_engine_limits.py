@@ -77,7 +77,7 @@ GOOD = [3, 4, 5]
             "at most 128 ids, got 129",
         ),
         ({"input_ids": GOOD, "top_logprobs_num": 2}, "top_logprobs_num needs return_logprob=True"),
-        ({"input_ids": [GOOD, GOOD], "rid": "a"}, "rid must be a list of 2"),
+        ({"input_ids": [GOOD, GOOD], "rid": 7}, "rid must be a string, got 7"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a"]}, "rid .*each of the 2 prompts, got 1"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a", "a"]}, "rid must name each request differently"),
         ({"input_ids": [GOOD, GOOD], "rid": ["a", 7]}, "rid must be a string, got 7"),

@@ -24,6 +24,13 @@ def test_the_share_becomes_what_requests_use(used: int, allowed: int) -> None:
     assert estimate.reserved == pytest.approx(RESERVED * used / allowed, rel=0.01)
 
 
+def test_requests_for_one_token_say_nothing() -> None:
+    estimate = OutputEstimate()
+    for count in (1, 100, 1):
+        estimate.finished(1, count)
+    assert estimate.share == pytest.approx(PRIOR + (0.01 - PRIOR) / WINDOW)
+
+
 def test_one_request_moves_the_share_by_its_part_of_the_window() -> None:
     estimate = OutputEstimate()
     estimate.finished(1, 100)

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +15,7 @@ class Namespace:
     salt: str | None = None  # a tenant's secret; prompts of other tenants cannot be guessed by timing
     adapter: Hashable = None  # an id that changes when the adapter's weights do, not its name
     weight_version: int = 0  # of the base model
+
+
+UNSHARED: Final = object()
+"""The namespace of requests that find nothing cached, leave nothing behind, and are not counted: probes."""

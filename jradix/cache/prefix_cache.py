@@ -12,6 +12,7 @@ from jradix.cache.eviction import Policy
 from jradix.cache.handles import Insert, Lock, Match, StaleMatchError
 from jradix.cache.invariants import CacheInvariantError, find_violations
 from jradix.cache.kept_logprobs import KeptLogprobs
+from jradix.cache.namespace import UNSHARED
 from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
@@ -253,8 +254,8 @@ class PrefixCache:
         token_ids: the computed tokens from position 0, [tokens]. pages: the request's page table, at least
         ceil(tokens / page_size) ids, of which those under the lock are the tree's and the others private.
         Where the tree has a page for the same tokens already, ours is freed and the returned table names the tree's.
-        With `enabled=False` the table comes back unchanged. num_copied: tokens of the match's head that the request has
-        copied, for the statistics; less those of the match that it computes all the same.
+        With `enabled=False`, or UNSHARED, the table comes back unchanged. num_copied: tokens of the match's head
+        that the request has copied, for the statistics; less those of the match that it computes all the same.
         """
         top = lock.node
         assert top is not None, "this lock has been unlocked already"
@@ -263,6 +264,8 @@ class PrefixCache:
         table = np.array(pages, np.int32)
         start, end = top.end, len(token_ids) // self.page_size * self.page_size
         assert len(table) * self.page_size >= len(token_ids), f"{len(table)} pages cannot hold {len(token_ids)} tokens"
+        if namespace is UNSHARED:
+            return Insert(table, start)
         if lock.uncounted is not None:
             match, lock.uncounted = lock.uncounted, None
             self.statistics.count_request(namespace, match.num_asked, match.num_tokens + num_copied)
@@ -314,6 +317,8 @@ class PrefixCache:
     def _insert_tail(self, token_ids: TokenIds, page: int, lock: Lock) -> bool:
         """Keep tokens after the lock, fewer than a page, in `page`. False: it stays private, being of no use."""
         if not self.enabled or self._min_copied_tokens is None or len(token_ids) < self._min_copied_tokens:
+            return False
+        if lock.namespace is UNSHARED:
             return False
         node = lock.node
         assert node is not None, "this lock has been unlocked already"

@@ -21,6 +21,9 @@ from jradix.tokenizer import Tokenizer, load_tokenizer
 LOG = logging.getLogger(__name__)
 _SECONDS_TO_END = 10
 
+type EngineMain = Callable[[EngineConfig, Connection, str], None]
+"""What an engine process runs, given the configuration, its end of the pipe, and the level of its log."""
+
 
 class EngineDeadError(RuntimeError):
     """The engine process has ended, and with it all requests."""
@@ -52,7 +55,7 @@ class EngineClient:
         self._tell_death: Callable[[], None] = lambda: None
 
     @classmethod
-    def start(cls, config: EngineConfig, log_level: str = "info") -> "EngineClient":
+    def start(cls, config: EngineConfig, log_level: str = "info", engine_main: EngineMain = main) -> "EngineClient":
         """Start an engine process, and wait until its model is loaded.
 
         Raises:
@@ -61,7 +64,9 @@ class EngineClient:
         """
         context = multiprocessing.get_context("spawn")  # a fork would share locks of threads that it does not have
         ours, theirs = context.Pipe()
-        process = context.Process(target=main, args=(config, theirs, log_level), name="jradix-engine", daemon=True)
+        process = context.Process(
+            target=engine_main, args=(config, theirs, log_level), name="jradix-engine", daemon=True
+        )
         process.start()
         theirs.close()  # so that its end shows here
         try:

@@ -70,8 +70,6 @@ def completion_routes(service: Service) -> APIRouter:
             )
             name = f"cmpl-{uuid.uuid4().hex}"
             options = body.options(name)
-            if len(prompts) > 1:
-                options["rid"] = [f"{options['rid']}-{index}" for index in range(len(prompts))]
             if body.logprobs is not None:
                 options |= {"return_logprob": True, "top_logprobs_num": body.logprobs}
                 options["logprob_start_len"] = 0 if body.echo else -1

@@ -20,7 +20,7 @@ class ServerConfig:
         served_model_name: the model's name in OpenAI's API. None: model_path.
         log_level: what is logged to standard error; "info" has a line for each request, without its text.
         max_body_mb: the most MiB that the body of a request may have.
-        drain_seconds: how long requests may still run after SIGTERM, before they are aborted.
+        drain_seconds: how long requests may still run after SIGTERM or Ctrl-C, before they are aborted.
         health_seconds: how long the engine may have work and make no step until /health_generate reports it.
     """
 

@@ -6,29 +6,42 @@ import signal
 import threading
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from jradix.config import EngineConfig
-from jradix.server.messages import NotReady, Ready
+from jradix.server.messages import NotReady
+
+if TYPE_CHECKING:
+    from jradix.engine import Engine
 
 
 def main(config: EngineConfig, connection: Connection, log_level: str) -> None:
     """Load the engine, then serve it until the pipe or the parent process ends."""
+    begin(log_level)
+    engine = load(config, connection)
+    if engine is not None:
+        from jradix.server.engine_service import EngineService
+
+        EngineService(engine, connection).run()
+
+
+def begin(log_level: str) -> None:
+    """Log, leave signals to the parent process, and end when it does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the parent decides when this process ends
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
+
+def load(config: EngineConfig, connection: Connection) -> "Engine | None":
+    """The engine; None if the configuration is wrong, of which the other end is told."""
     from jradix.engine import Engine
-    from jradix.server.engine_service import EngineService
 
     try:
-        engine = Engine(config)
+        return Engine(config)
     except ValueError as error:
         connection.send([NotReady(str(error))])
-        return
-    tokenizer_path = None if engine.tokenizer is None else engine.model_files
-    connection.send([Ready(engine.get_server_info(), tokenizer_path)])
-    EngineService(engine, connection).run()
+        return None
 
 
 def _end_with_parent() -> None:

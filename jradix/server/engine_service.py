@@ -16,14 +16,16 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from jradix.cache.explain import explain
+from jradix.cache.namespace import UNSHARED
 from jradix.cache.render import to_html
 from jradix.core import Core
 from jradix.delivery import StepFailedError
 from jradix.engine import Engine
 from jradix.loop import ShutDownError
 from jradix.output import Output
+from jradix.sampling_params import SamplingParams
 from jradix.schedule_queue import QueueFullError
-from jradix.server.messages import Abandon, Answer, Call, Change, Submit
+from jradix.server.messages import Abandon, Answer, Call, Change, Ready, Submit
 
 LOG = logging.getLogger(__name__)
 _SHOWN_NODES, _SHOWN_TOKENS = 500, 64
@@ -53,7 +55,9 @@ class EngineService:
         self._submitter = ThreadPoolExecutor(1, thread_name_prefix="jradix-submit")
 
     def run(self) -> None:
-        """Read until the other end says that there is no more, or closes the pipe."""
+        """Say that the engine is ready; then read until the other end wants no more, or closes the pipe."""
+        tokenizer_path = None if self._engine.tokenizer is None else self._engine.model_files
+        self._connection.send([Ready(self._engine.get_server_info(), tokenizer_path)])
         threading.Thread(target=self._write, name="jradix-write", daemon=True).start()
         try:
             while True:
@@ -107,6 +111,9 @@ class EngineService:
         if call.name == "stalled_seconds":
             self._answer(Answer(call.key, self._engine.stalled_seconds))
             return
+        if call.name == "probe":
+            self._probe(call.key)
+            return
         try:
             function = partial(_CALLS[call.name], self._engine)
             self._engine.send(lambda core: function(core, *call.arguments)).add_done_callback(
@@ -114,6 +121,24 @@ class EngineService:
             )
         except Exception as error:
             self._refuse(call.key, error)
+
+    def _probe(self, key: int) -> None:
+        """Generate one token, of which nothing stays: no page, and no number in any statistics."""
+        params = SamplingParams(max_new_tokens=1, temperature=0.0)
+        try:
+            [output] = self._engine.prepare([[0]], params, lambda output: self._probed(key, output), each_token=False)
+            output.request.namespace = UNSHARED
+            self._engine.send(lambda core: core.submit([output])).add_done_callback(partial(self._sent_probe, key))
+        except Exception as error:
+            self._refuse(key, error)
+
+    def _sent_probe(self, key: int, queued: Future[None]) -> None:
+        error = queued.exception()
+        if error is not None:
+            self._refuse(key, error)
+
+    def _probed(self, key: int, output: Output) -> None:
+        self._answer(Answer(key, error=None if output.error is None else _step_failed(output.error)))
 
     def _called(self, key: int, called: Future[Any]) -> None:
         error = called.exception()
@@ -167,8 +192,12 @@ class EngineService:
             del self._sent[output]
             if not any(other in self._sent for other in self._outputs.get(sent.key, ())):
                 self._outputs.pop(sent.key, None)
-        error = None if output.error is None else StepFailedError(f"the step failed: {output.error!r}")
+        error = None if output.error is None else _step_failed(output.error)
         return Change(sent.key, sent.index, text, new_ids, meta, error)
+
+
+def _step_failed(error: BaseException) -> StepFailedError:
+    return StepFailedError(f"the step failed: {error!r}")
 
 
 def _sendable(error: BaseException) -> Exception:
@@ -189,12 +218,18 @@ def _flush_cache(engine: Engine, core: Core) -> int | None:
     return None if core.outputs else core.flush_cache()
 
 
-def _abort_request(engine: Engine, core: Core, rid: str | None) -> int:
-    """End the requests of an id, or all (None); how many that were."""
+def _abort_request(engine: Engine, core: Core, rid: str) -> int:
+    """End the requests of an id; how many that were."""
     num_alive = len(core.outputs)
-    for one in list(core.outputs) if rid is None else [rid]:
-        core.abort(one)
+    core.abort(rid)
     return num_alive - len(core.outputs)
+
+
+def _abort_all(engine: Engine, core: Core, message: str) -> int:
+    """End all requests, for the reason given; how many that were."""
+    outputs = list(core.outputs.values())
+    core.abandon(outputs, message)
+    return len(outputs)
 
 
 def _cache_page(engine: Engine, core: Core) -> str:
@@ -221,6 +256,7 @@ _CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "info": _info,
     "flush_cache": _flush_cache,
     "abort_request": _abort_request,
+    "abort_all": _abort_all,
     "cache_page": _cache_page,
     "explain": _explain,
 }

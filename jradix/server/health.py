@@ -3,19 +3,17 @@
 import asyncio
 import time
 
-from jradix.sampling_params import SamplingParams
 from jradix.server.client import EngineDeadError
 from jradix.server.service import Service
 
-_PROMPT_ID = 0
-_NAMESPACE = "jradix: health"
 _ANSWER_SECONDS, _PROBE_SECONDS = 0.3, 0.3
 
 
 class Health:
     """An engine with work is healthy while it makes steps. One at rest is given a request of one token.
 
-    That request is work like any other: whoever asks while it runs is told of its steps, and sends no second one.
+    That request is work like any other, but for leaving nothing in the cache or in its statistics. Whoever asks while
+    it runs is told of its steps, and sends no second one.
     """
 
     def __init__(self, service: Service) -> None:
@@ -38,7 +36,7 @@ class Health:
         if stalled > limit:
             return f"there is work, and no step since {stalled:.0f} s"
         if engine.num_generations == 0 and self._probe is None:
-            self._probe = asyncio.create_task(self._generate_one_token())
+            self._probe = asyncio.create_task(engine.call("probe"))
             self._probe.add_done_callback(self._forget_probe)
             done, _ = await asyncio.wait({self._probe}, timeout=_PROBE_SECONDS)
             error = next((task.exception() for task in done), None)
@@ -49,9 +47,3 @@ class Health:
         self._probe = None
         if not probe.cancelled():
             probe.exception()  # it has been looked at, even if nobody waited so long
-
-    async def _generate_one_token(self) -> None:
-        params = SamplingParams(max_new_tokens=1, temperature=0.0)
-        options = {"cache_salt": _NAMESPACE}
-        generation = await self._service.engine.submit([[_PROMPT_ID]], [params], options, each_token=False)
-        await generation.finished()

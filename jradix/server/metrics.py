@@ -27,15 +27,20 @@ class Metrics:
         self._gauges = {
             "num_running_requests": self._gauge("sglang:num_running_reqs", "Requests that run."),
             "num_waiting_requests": self._gauge("sglang:num_queue_reqs", "Requests that wait."),
-            "num_retractions": self._gauge("jradix:num_retractions", "How often running requests gave up their pages."),
             "num_compiled_programs": self._gauge("jradix:num_compiled_programs", "Programs compiled so far."),
             "cache_hit_rate": self._gauge("sglang:cache_hit_rate", "Prompt tokens cached, of the last 1000 requests."),
             "max_total_num_tokens": self._gauge("sglang:max_total_num_tokens", "Tokens that the KV pool holds."),
             "num_used_tokens": self._gauge("sglang:num_used_tokens", "Of these, held by running requests."),
             "token_usage": self._gauge("sglang:token_usage", "The same as a share."),
             "evictable_size": self._gauge("jradix:evictable_tokens", "Tokens cached, and held by no request."),
-            "evicted_tokens": self._gauge("jradix:evicted_tokens", "Tokens evicted so far."),
         }
+        self._totals = {
+            "num_retractions": self._counter(
+                "sglang:num_retracted_requests", "Running requests that gave up their pages."
+            ),
+            "evicted_tokens": self._counter("sglang:evicted_tokens", "Cached tokens that made room for others."),
+        }
+        self._last_totals = dict.fromkeys(self._totals, 0)
 
     def ended(self, sample: Sample) -> None:
         """Count a request that has ended."""
@@ -57,6 +62,10 @@ class Metrics:
         values = {**info, **cache_numbers(info)}
         for name, gauge in self._gauges.items():
             gauge.set(values[name])
+        for name, counter in self._totals.items():
+            last, now = self._last_totals[name], values[name]
+            counter.inc(now - last if now >= last else now)  # the engine counts anew after a failed step
+            self._last_totals[name] = now
         return generate_latest(self._registry)
 
     def _counter(self, name: str, meaning: str) -> Counter:

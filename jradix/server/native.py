@@ -81,7 +81,8 @@ def generate_routes(service: Service) -> APIRouter:
     async def abort_request(body: AbortRequest) -> dict[str, int]:
         if (body.rid is None) != body.abort_all:
             raise ValueError("rid must be the id of a request, or abort_all true: give exactly one of them")
-        return {"num_aborted": await service.engine.call("abort_request", body.rid)}
+        name, argument = ("abort_all", "aborted by the caller") if body.rid is None else ("abort_request", body.rid)
+        return {"num_aborted": await service.engine.call(name, argument)}
 
     return router
 

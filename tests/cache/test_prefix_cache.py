@@ -7,6 +7,7 @@ import pytest
 
 from jradix.cache import Counters, Insert, Lock, Namespace, PrefixCache, StaleMatchError
 from jradix.cache.explain import explain
+from jradix.cache.namespace import UNSHARED
 from jradix.cache.render import rows, to_dot, to_html, to_json, to_text
 
 
@@ -476,6 +477,24 @@ def test_refused_and_retracted_requests_count_neither_as_hits_nor_as_misses() ->
     cache.insert([1, 2, 3], [1, 2, *take(cache, 1)], lock)
     cache.unlock(lock)
     assert cache.statistics.total == before
+
+
+def test_who_shares_nothing_leaves_nothing_and_is_not_counted() -> None:
+    cache = PrefixCache(8, 2)
+    Running(cache, [1, 2, 3]).finish()
+    before = cache.statistics.total
+    for _ in range(2):
+        for tokens in ([1], [1, 2, 3], [1, 2, 3, 4]):
+            request = Running(cache, tokens, max_new=1, namespace=UNSHARED)
+            assert request.match.num_tokens == 0
+            assert request.insert().num_tokens == 0
+            cache.check(request.private.tolist())
+            request.finish()
+            assert counts(cache) == {"free": 6, "evictable": 2}
+            assert list(cache.tree.roots) == [None]
+    assert cache.statistics.total == before
+    assert UNSHARED not in cache.statistics.by_namespace
+    cache.check()
 
 
 def test_a_disabled_cache_never_shares_and_never_leaks() -> None:

@@ -1,5 +1,6 @@
 """How servers end: told to, by the death of one of their two processes, or before they have begun."""
 
+import json
 import os
 import signal
 import socket
@@ -9,16 +10,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from jradix import EngineConfig
 from jradix.server.config import ServerConfig
-from tests.server.conftest import API_KEY, ServerProcess
+from tests.server.conftest import API_KEY, MAX_QUEUED, SMALL_POOL, ServerProcess, wait_until_running
+from tests.server.test_native import events
 
 HEADERS = {"Authorization": f"Bearer {API_KEY}"}
 WITHOUT_TEXT = "--skip-tokenizer-init"  # starts sooner
+
+
+def body_of(max_new_tokens: int, *, n: int = 1, **more: Any) -> dict[str, Any]:
+    params = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "n": n}
+    return {"input_ids": [1, 2], "sampling_params": params, **more}
 
 
 def is_alive(pid: int) -> bool:
@@ -28,56 +36,124 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def engine_pid(server: ServerProcess) -> int:
-    """Multiprocessing's tracker of resources is a child too; the engine is the one with the pipe."""
-    return next(pid for pid in server.child_pids() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
 def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server(WITHOUT_TEXT)
     url = server.wait_until_ready()
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
-    with ThreadPoolExecutor() as pool, httpx2.Client(base_url=url, headers=HEADERS, timeout=60) as http:
-        whole = pool.submit(http.post, "/generate", json=body)
-        stream = pool.submit(http.post, "/generate", json={**body, "stream": True})
-        time.sleep(0.5)  # both are there, and the first compiles
-        os.kill(engine_pid(server), signal.SIGKILL)
+    with ThreadPoolExecutor() as pool, httpx2.Client(base_url=url, headers=HEADERS, timeout=300) as http:
+        whole = pool.submit(http.post, "/generate", json=body_of(500))
+        stream = pool.submit(http.post, "/generate", json=body_of(500, stream=True))
+        wait_until_running(http, 1, 1)
+        os.kill(server.engine_pid, signal.SIGKILL)
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["code"] == "engine_dead"
         assert '"code":"engine_dead"' in stream.result().text
         assert "[DONE]" not in stream.result().text
-    assert server.process.wait(30) == 1
+    assert server.process.wait(120) == 1
 
 
-def test_sigterm_lets_requests_end_and_takes_no_more(start_server: Callable[..., ServerProcess]) -> None:
+def test_sigterm_lets_requests_end_and_takes_no_more_until_a_second_aborts_the_rest(
+    start_server: Callable[..., ServerProcess],
+) -> None:
     server = start_server(WITHOUT_TEXT)
     url = server.wait_until_ready()
-    engine = engine_pid(server)
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
-    with ThreadPoolExecutor() as pool, httpx2.Client(base_url=url, headers=HEADERS, timeout=60) as http:
-        running = pool.submit(http.post, "/generate", json=body)
-        time.sleep(0.5)  # it is there, and compiles
+    engine = server.engine_pid
+    with ThreadPoolExecutor() as pool, httpx2.Client(base_url=url, headers=HEADERS, timeout=300) as http:
+        running = pool.submit(http.post, "/generate", json=body_of(40))
+        wait_until_running(http, 1)
+        waiting = pool.submit(http.post, "/generate", json=body_of(500, n=MAX_QUEUED))
+        wait_until_running(http, 1, MAX_QUEUED)
         server.process.terminate()
         assert len(running.result().json()["output_ids"]) == 40
-        assert server.process.wait(30) == 0
+        server.process.terminate()
+        assert_shut_down([result["meta_info"] for result in waiting.result().json()], MAX_QUEUED * 500)
+        assert server.process.wait(120) == 0
     assert not is_alive(engine)
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"{url}/health")
 
 
-def test_the_engine_ends_when_the_server_is_killed(start_server: Callable[..., ServerProcess]) -> None:
+def test_what_still_runs_after_the_drain_is_aborted_and_told_so(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server(*SMALL_POOL, "--drain-seconds", "0", module="tests.server.checked_server")
+    url = server.wait_until_ready()
+    with ThreadPoolExecutor() as pool, httpx2.Client(base_url=url, headers=HEADERS, timeout=300) as http:
+        whole = pool.submit(http.post, "/generate", json=body_of(200, n=20))
+        stream = pool.submit(http.post, "/generate", json=body_of(200, n=20, stream=True))
+        while not http.get("/get_metric_info").json()["num_waiting_requests"] > 20:
+            assert not whole.done()
+        server.process.terminate()
+        assert server.process.wait(120) == 0
+    assert_shut_down([result["meta_info"] for result in whole.result().json()], 20 * 200)
+    *states, done = events(stream.result())
+    assert done == "[DONE]"
+    metas = [json.loads(state)["meta_info"] for state in states]
+    assert_shut_down([meta for meta in metas if meta["finish_reason"] is not None], 20 * 200)
+
+
+def assert_shut_down(metas: list[dict[str, Any]], num_tokens: int) -> None:
+    """Some of the outputs were ended by the server's end, before they had all these tokens."""
+    reasons = [meta["finish_reason"] for meta in metas]
+    assert {"type": "abort", "message": "the server is shutting down"} in reasons
+    assert sum(meta["completion_tokens"] for meta in metas) < num_tokens
+
+
+def test_a_killed_server_takes_its_engine_along_and_gives_its_port_free(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    """Killed while the engine steps; the next one on that port is killed with its engine."""
+    server = start_server(WITHOUT_TEXT)
+    url = server.wait_until_ready()
+    engine = server.engine_pid
+    with (
+        httpx2.Client(base_url=url, headers=HEADERS, timeout=300) as http,
+        http.stream("POST", "/generate", json=body_of(500, n=MAX_QUEUED, stream=True)) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(httpx2.TransportError):
+            list(lines)
+    wait_until_gone(engine)
+    port = url.rpartition(":")[2]
+    again = start_server(WITHOUT_TEXT, "--port", port)
+    assert again.wait_until_ready() == url
+    engine = again.engine_pid
+    os.kill(engine, signal.SIGKILL)
+    again.process.kill()
+    again.process.wait()
+    wait_until_gone(engine)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", int(port)))
+        taken.listen()
+
+
+def test_the_engine_ends_when_the_server_is_killed_before_it_is_ready(
+    start_server: Callable[..., ServerProcess],
+) -> None:
     server = start_server()
-    give_up = time.monotonic() + 60
-    while not any(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.child_pids()):
+    give_up = time.monotonic() + 120
+    while not any(is_importing(pid) for pid in server.child_pids()):
         assert time.monotonic() < give_up
         time.sleep(0.01)
-    engine = engine_pid(server)
-    time.sleep(1)  # it imports by then
+    engine = server.engine_pid
+    assert "serving" not in server.log
     server.process.kill()
     server.process.wait()
-    while is_alive(engine):
+    wait_until_gone(engine)
+
+
+def is_importing(pid: int) -> bool:
+    return (
+        b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() and "numpy" in Path(f"/proc/{pid}/maps").read_text()
+    )
+
+
+def wait_until_gone(pid: int, seconds: float = 120) -> None:
+    give_up = time.monotonic() + seconds
+    while is_alive(pid):
         assert time.monotonic() < give_up, "the engine process goes on without its server"
         time.sleep(0.01)
 

@@ -9,7 +9,17 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.server.conftest import API_KEY, MAX_QUEUED, MAX_RUNNING, ServerProcess, metrics, wait_until_idle
+from tests.server.conftest import (
+    API_KEY,
+    CONTEXT_LENGTH,
+    MAX_QUEUED,
+    MAX_RUNNING,
+    ServerProcess,
+    metrics,
+    rss_mib,
+    wait_until_idle,
+    wait_until_running,
+)
 
 LONG = {"max_new_tokens": 450, "ignore_eos": True, "temperature": 0}
 
@@ -78,19 +88,22 @@ def assert_aborted(http: httpx2.Client, before: dict[str, float], count: int) ->
 
 def test_a_client_that_does_not_wait_for_its_answer_ends_its_request(http: httpx2.Client) -> None:
     before = metrics(http)
-    body = json.dumps(long_body())
-    head = (
-        f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Type: application/json\r\n"
-    )
     connections = [socket.create_connection((http.base_url.host, http.base_url.port)) for _ in range(MAX_RUNNING + 1)]
     for connection in connections:  # one of them has to wait for the others
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    give_up = time.monotonic() + 60
-    while not http.get("/get_metric_info").json()["num_waiting_requests"]:
-        assert time.monotonic() < give_up
+        connection.sendall(request_bytes(long_body()))
+    wait_until_running(http, MAX_RUNNING, 1)
     for connection in connections:
         connection.close()
     assert_aborted(http, before, MAX_RUNNING + 1)
+
+
+def request_bytes(body: dict[str, Any]) -> bytes:
+    """A request to /generate as it goes over the wire."""
+    content = json.dumps(body)
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Type: application/json\r\n"
+    )
+    return f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode()
 
 
 def test_an_id_may_be_used_again_but_not_twice_at_once(http: httpx2.Client) -> None:
@@ -122,6 +135,31 @@ def test_a_request_is_aborted_by_its_id(http: httpx2.Client) -> None:
     assert http.post("/abort_request", json={}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": ["a", "b"], "sampling_params": {**LONG, "n": 2}}),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 450, "ignore_eos": True, "n": 2}),
+    ],
+    ids=["native", "openai"],
+)
+def test_the_id_of_a_list_of_prompts_aborts_all_their_samples(
+    http: httpx2.Client, path: str, body: dict[str, Any]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(http.post, path, json={**body, "rid": "list"})
+        wait_until_running(http, 1, 3)
+        assert http.post("/abort_request", json={"rid": "lis"}).json() == {"num_aborted": 0}
+        assert http.post("/abort_request", json={"rid": "list-1"}).json() == {"num_aborted": 2}
+        assert http.post("/abort_request", json={"rid": "list"}).json() == {"num_aborted": 2}
+        answer = asked.result().json()
+    reasons = [
+        one["meta_info"]["finish_reason"]["type"] if path == "/generate" else one["finish_reason"]
+        for one in (answer if path == "/generate" else answer["choices"])
+    ]
+    assert reasons == ["abort"] * 4
+
+
 def test_a_timeout_ends_a_request_with_what_it_has(http: httpx2.Client) -> None:
     result = http.post("/generate", json=long_body(timeout=0.1)).json()
     assert result["meta_info"]["finish_reason"]["type"] == "abort"
@@ -142,27 +180,55 @@ def test_a_flush_is_refused_while_requests_run_and_leaves_the_cache_as_it_was(ht
     assert wait_until_idle(http)["available_size"] == wait_until_idle(http)["max_total_num_tokens"]
 
 
-def test_probes_add_no_requests_under_load_and_one_at_rest(http: httpx2.Client) -> None:
-    def probe(_: int) -> tuple[int, float]:
-        began = time.monotonic()
-        return http.get("/health_generate").status_code, time.monotonic() - began
+def test_probes_are_answered_while_long_prompts_are_computed_and_add_none(http: httpx2.Client) -> None:
+    prompts = [[index, *range(CONTEXT_LENGTH // 2)] for index in range(MAX_QUEUED)]
+    body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+    num_answered = 0
+    with ThreadPoolExecutor(1) as pool:
+        before = http.get("/get_server_info").json()["cache"]["num_requests"]
+        computing = pool.submit(http.post, "/generate", json=body)
+        while not computing.done():
+            num_running = http.get("/get_metric_info").json()["num_running_requests"]
+            assert http.get("/health_generate").status_code == 200
+            num_answered += num_running and not computing.done()
+        assert computing.result().status_code == 200
+    assert num_answered > 2, "no prompt was long enough"
+    assert wait_until_idle(http)["num_waiting_requests"] == 0
+    assert http.get("/get_server_info").json()["cache"]["num_requests"] == before + MAX_QUEUED
 
-    def num_asked() -> int:
-        return http.get("/get_server_info").json()["cache"]["num_requests"]
 
+def test_probes_at_rest_leave_nothing_and_are_not_counted(http: httpx2.Client) -> None:
+    def seen() -> tuple[Any, ...]:
+        wait_until_idle(http)
+        totals = {name: value for name, value in metrics(http).items() if name.endswith(("_total", "_count"))}
+        return totals, http.get("/get_server_info").json()["cache"], http.get("/cache").text.partition("<body>")[2]
+
+    before = seen()
     with ThreadPoolExecutor(10) as pool:
-        with http.stream("POST", "/generate", json=long_body(stream=True)) as response:
-            lines = response.iter_lines()
-            next(lines)
-            before = num_asked()
-            under_load = list(pool.map(probe, range(10)))
-            assert num_asked() == before
+        assert list(pool.map(lambda _: http.get("/health_generate").status_code, range(10))) == [200] * 10
+    assert seen() == before
+
+
+def test_a_reader_that_stalls_holds_up_nobody_and_takes_little_memory(
+    http: httpx2.Client, server: ServerProcess
+) -> None:
+    """Its stream would be more than 20 MB; the engine computes all of it, and others are served meanwhile."""
+    num_files = len(server.open_files())
+    body = long_body(stream=True, rid="stalled", return_logprob=True, top_logprobs_num=8)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((http.base_url.host, http.base_url.port))
+        reader.sendall(request_bytes(body))
+        wait_until_running(http, 1)
+        before = rss_mib(server.process.pid)
+        assert len(http.post("/generate", json=long_body()).json()["output_ids"]) == LONG["max_new_tokens"]
         wait_until_idle(http)
-        at_rest = list(pool.map(probe, range(10)))
-        wait_until_idle(http)
-        assert before < num_asked() <= before + 10
-    assert [status for status, _ in under_load + at_rest] == [200] * 20
-    assert max(seconds for _, seconds in under_load + at_rest) < 5  # the bound is 1 s, on a machine with time for it
+        assert rss_mib(server.process.pid) - before < 8
+        assert "rid='stalled'" not in server.log, "the stream has ended, and was to be too large for that"
+    give_up = time.monotonic() + 60
+    while "rid='stalled'" not in server.log or len(server.open_files()) > num_files:
+        assert time.monotonic() < give_up, "the connection that was closed is not given back"
+        time.sleep(0.01)
 
 
 def test_neighbours_of_a_refused_request_are_not_disturbed(http: httpx2.Client) -> None:

@@ -4,7 +4,7 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #f4f5f7; --card: #ffffff; --text: #1c2024; --quiet: #596069; --line: #d5d9de; --hover: #eef3f9;
-  --protected: #b35900; --evictable: #1f6fd0; --private: #7a46c2; --free: #dfe3e8; --link: #0b57b7; --good: #1a7f37;
+  --protected: #a34f00; --evictable: #1f6fd0; --private: #7a46c2; --free: #dfe3e8; --link: #0b57b7; --good: #1a7f37;
 }
 @media (prefers-color-scheme: dark) {
   :root {

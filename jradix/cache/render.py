@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import asdict, dataclass
+from heapq import nlargest
 
 import numpy as np
 
@@ -124,8 +125,8 @@ def _totals(cache: PrefixCache) -> str:
 
 def _latest(children: dict[bytes, Node] | None, count: int | None) -> list[Node]:
     """Those that were used last, the latest at the end: they are taken from there."""
-    latest = sorted((children or {}).values(), key=lambda node: node.last_access)
-    return latest if count is None else latest[-count:]
+    nodes = (children or {}).values()
+    return nlargest(len(nodes) if count is None else count, nodes, key=lambda node: node.last_access)[::-1]
 
 
 def name_of(namespace: Hashable) -> str:

@@ -135,8 +135,8 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    options = {"api_key": os.environ.get("JRADIX_API_KEY") or None, **given_options(ServerConfig, arguments)}
-    server_config = ServerConfig(**options)
+    keys = {name: os.environ.get(f"JRADIX_{name.upper()}") or None for name in ("api_key", "admin_api_key")}
+    server_config = ServerConfig(**{**keys, **given_options(ServerConfig, arguments)})
     config = _engine_config(arguments, SERVE_ENGINE)
     try:
         from jradix.server.serve import serve

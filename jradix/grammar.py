@@ -7,7 +7,7 @@ of regular expressions, and computes for each step which tokens may follow.
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -54,10 +54,13 @@ class Grammars:
             raise ValueError(f"structured output does not work with this model's tokenizer: {error}") from error
         self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
 
-    def compile(self, params: SamplingParams, stop_ids: Iterable[int]) -> "Constraint | None":
+    def compile(
+        self, params: SamplingParams, stop_ids: Iterable[int], namespace: Hashable = None
+    ) -> "Constraint | None":
         """Returns the constraint of a request that has no output yet; None if it asks for none.
 
-        `stop_ids` are the tokens that end the request.
+        `stop_ids` are the tokens that end the request. What is compiled is kept for its namespace alone: how long it
+        takes must not tell one tenant what another has used.
 
         Raises:
             ValueError: names the field, and says with llguidance's words what does not parse or is not supported, or
@@ -66,7 +69,7 @@ class Grammars:
         for field in _TO_LARK:
             source = getattr(params, field)
             if source is not None:
-                matcher = self._compiled(field, source).deep_copy()
+                matcher = self._compiled(namespace, field, source).deep_copy()
                 stop_bits = _bits([i for i in stop_ids if i < self._vocab_size], self._vocab_size)
                 constraint = Constraint(matcher, stop_bits, self._model_bits & ~stop_bits)
                 if constraint.finished:
@@ -75,7 +78,7 @@ class Grammars:
                 return constraint
         return None
 
-    def _compile(self, field: str, source: str) -> "LLMatcher":
+    def _compile(self, namespace: Hashable, field: str, source: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
 
         try:

@@ -49,10 +49,10 @@ def arrange(
             return sorted(waiting, key=lambda request: request.seq_len - _cached_len(request, cache))
         case "priority":
             return sorted(waiting, key=lambda request: -request.priority)
-        case "routing-key":  # the same as most of those that run
-            counts = Counter(request.routing_key for request in running)
-            del counts[None]
-            return sorted(waiting, key=lambda request: -counts[request.routing_key])
+        case "routing-key":  # the same as most of those that run; one of another namespace is not the same
+            keys = ((request.namespace, request.routing_key) for request in running)
+            counts = Counter(key for key in keys if key[1] is not None)
+            return sorted(waiting, key=lambda request: -counts[request.namespace, request.routing_key])
 
 
 def _match(request: Request, cache: PrefixCache) -> Match:

@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -165,7 +165,7 @@ class Submission:
             max_new_tokens=max_new_tokens,
             seed=params.seed if params.seed is not None else self._draw_seed(),
             namespace=options.get("cache_salt"),
-            constraint=self._constraint(params, stop_ids),
+            constraint=self._constraint(params, stop_ids, options.get("cache_salt")),
             logprobs=self._logprobs(prompt_ids, options),
             return_hidden_states=options.get("return_hidden_states", False),
             groups=groups,
@@ -203,12 +203,12 @@ class Submission:
         with self._drawing:
             return int(self._seeds.integers(SEED_LIMIT))
 
-    def _constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> Constraint | None:
+    def _constraint(self, params: SamplingParams, stop_ids: frozenset[int], namespace: Hashable) -> Constraint | None:
         if params.json_schema is params.regex is params.ebnf is None:
             return None
         if self._tokenizer is None:
             raise ValueError("json_schema, regex and ebnf need a tokenizer, and skip_tokenizer_init is set")
-        return self._grammars.compile(params, stop_ids)
+        return self._grammars.compile(params, stop_ids, namespace)
 
     @functools.cached_property
     def _grammars(self) -> Grammars:

@@ -82,10 +82,17 @@ class PaperDevice:
         context: int = 256,
         enabled: bool = True,
         min_copied_tokens: int | None = 1,
+        eviction_policy: str = "lru",
         **options: Any,
     ) -> None:
         """`options` are further arguments of `Scheduler`."""
-        self.cache = PrefixCache(num_pages, page_size, enabled=enabled, min_copied_tokens=min_copied_tokens)
+        self.cache = PrefixCache(
+            num_pages,
+            page_size,
+            enabled=enabled,
+            min_copied_tokens=min_copied_tokens,
+            eviction_policy=eviction_policy,
+        )
         self.scheduler = Scheduler(
             self.cache,
             max_running_requests=rows,
@@ -110,6 +117,7 @@ class PaperDevice:
         *,
         priority: int = 0,
         routing_key: str | None = None,
+        namespace: str | None = None,
         logprob_start: int | None = None,
         num_top: int = 0,
     ) -> Request:
@@ -122,6 +130,7 @@ class PaperDevice:
             max_new_tokens=max_new_tokens,
             priority=priority,
             routing_key=routing_key,
+            namespace=namespace,
             logprobs=None if logprob_start is None else TokenLogprobs(ids, logprob_start, num_top, ()),
         )
         self.scheduler.validate(request)

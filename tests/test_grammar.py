@@ -461,3 +461,12 @@ def test_without_a_grammar_there_is_no_constraint(smollm2: Model) -> None:
 def test_a_tokenizer_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="structured output does not work with this model's tokenizer"):
         Grammars("{}", 5, 10)
+
+
+def test_what_one_namespace_has_compiled_does_not_hasten_another(tiny: Model) -> None:
+    def num_compiled(namespace: str | None) -> int:
+        before = tiny.grammars._compiled.cache_info().misses
+        tiny.grammars.compile(SamplingParams(regex="[ab]{7}"), tiny.stop_ids, namespace)
+        return tiny.grammars._compiled.cache_info().misses - before
+
+    assert [num_compiled(namespace) for namespace in ("a", "a", "b", None, "b")] == [1, 0, 1, 1, 0]

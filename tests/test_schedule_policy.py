@@ -171,11 +171,18 @@ def test_policies_that_look_at_the_request_alone(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_routing_keys_that_most_running_requests_have_come_first_and_no_key_is_none(seed: int) -> None:
     scene = Scene(seed)
-    running = [make_request([1], routing_key=key) for key in random.Random(seed).choices((None, None, "a", "b"), k=6)]
-    keys = [request.routing_key for request in running]
+    rng = random.Random(seed)
+    running = [
+        make_request([1], routing_key=rng.choice((None, None, "a", "b")), namespace=rng.choice((None, "salt")))
+        for _ in range(6)
+    ]
+
+    def count(request: Request) -> int:
+        same = [r for r in running if (r.routing_key, r.namespace) == (request.routing_key, request.namespace)]
+        return len(same) if request.routing_key is not None else 0
+
     found = order("routing-key", scene.waiting, running=running)
-    count = {key: keys.count(key) for key in ("a", "b", "c")}
-    assert found == sorted(scene.waiting, key=lambda r: count.get(r.routing_key or "", 0), reverse=True)
+    assert found == sorted(scene.waiting, key=count, reverse=True)
 
 
 def test_random_is_a_permutation_that_the_seed_decides() -> None:

@@ -51,7 +51,7 @@ class Contents:
             self.journal.stored(namespace, parent, tokens, new)
         leaf = self.tree.add_leaf(parent, tokens, new.tobytes(), self.clock)
         if self.learner is not None:
-            num_pages, uses = self.learner.returned(tokens, self.clock)
+            num_pages, uses = self.learner.returned(tokens, self.clock, namespace)
             if num_pages:  # these had been evicted, and get their number of uses back
                 whole = num_pages == leaf.num_pages
                 back = leaf if whole else self.tree.split(leaf, leaf.start + num_pages * self.tree.page_size)
@@ -100,7 +100,8 @@ class Contents:
             gone = leaf.tokens if available <= missing else leaf.tokens[-missing * tree.page_bytes :]
             self._counters(leaf).evicted_tokens += len(gone) // TOKEN_BYTES
             if learner is not None and not tree.is_tail(leaf):  # of tails nothing is learned
-                learner.evicted(gone, leaf.uses, leaf.last_access)
+                assert leaf.root is not None, "a root is no leaf"
+                learner.evicted(gone, leaf.uses, leaf.last_access, leaf.root.namespace)
             if available > missing:
                 freed.append(tree.trim(leaf, missing))
                 break

@@ -26,6 +26,7 @@ class Explanation:
     reason: Reason
     sentence: str
     diverged_at: int | None = None  # the first token that differs from what is cached
+    cached: tuple[int, ...] = ()  # then the ids that are cached from there on, at most `SHOWN`
     removal: Removal | None = None  # when the next page had been there
     namespace: Hashable = None  # where more of the prompt is cached, if the reason says so
 
@@ -34,12 +35,17 @@ class Explanation:
 
 
 def explain(
-    cache: PrefixCache, token_ids: TokenIds, namespace: Hashable | None = None, decode: Decode | None = None
+    cache: PrefixCache,
+    token_ids: TokenIds,
+    namespace: Hashable | None = None,
+    decode: Decode | None = None,
+    *,
+    discreet: bool = False,
 ) -> Explanation:
     """Where the match of a prompt ends and why. Changes nothing; not for hot paths.
 
     Removals are known only to a cache made with ``journal=True``, and only those of full pages. `decode` turns ids to
-    text for the sentence.
+    text for the sentence. `discreet`: nothing is told that follows from requests of other namespaces.
     """
     num_asked = len(token_ids)
     match = cache.match(token_ids, namespace)
@@ -55,10 +61,12 @@ def explain(
     if cache.granularity == cache.page_size and num_asked - match.num_tokens < cache.page_size:
         return answer("complete", "all that whole pages hold")
     removal = _removal_of_next_page(cache, token_ids, namespace, match.num_tokens)
+    if removal is not None and discreet:
+        return answer(removal.kind, f"the next page was {removal.kind}")
     if removal is not None:
         by = f" by the need of {removal.owner!r} for {removal.num_pages} pages" if removal.owner is not None else ""
         return answer(removal.kind, f"the next page was {removal.kind} at time {removal.time}{by}", removal=removal)
-    for other in cache.tree.roots:
+    for other in () if discreet else cache.tree.roots:
         there = cache.match(token_ids, other)
         if there.num_tokens + there.head_len > hit:
             return answer("other namespace", f"more of it is cached, but in namespace {other!r}", namespace=other)
@@ -71,7 +79,10 @@ def explain(
     own = [int(token) for token in token_ids[place : place + SHOWN]]
     texts = (decode(cached), decode(own)) if decode is not None else (str(cached), str(own))
     return answer(
-        "diverged", f"it differs from token {place} on: cached is {texts[0]}, asked is {texts[1]}", diverged_at=place
+        "diverged",
+        f"it differs from token {place} on: cached is {texts[0]}, asked is {texts[1]}",
+        diverged_at=place,
+        cached=tuple(cached),
     )
 
 

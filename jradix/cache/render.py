@@ -1,17 +1,20 @@
-"""The live tree as text, JSON, a DOT graph, and an HTML page. Loops only: trees may be thousands of nodes deep."""
+"""The live tree as text, JSON and a DOT graph. Loops only: trees may be thousands of nodes deep."""
 
-import html
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import asdict, dataclass
+from heapq import nlargest
 
 import numpy as np
 
 from jradix.cache.prefix_cache import PrefixCache
+from jradix.cache.radix import TOKEN_BYTES, Node
 
-__all__ = ["Row", "rows", "to_dot", "to_html", "to_json", "to_text"]
+__all__ = ["Row", "rows", "to_dot", "to_json", "to_text"]
 
 Decode = Callable[[list[int]], str]
+SHOWN_IDS = 64
+"""Of each node, from its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +31,50 @@ class Row:
     ref_count: int
     uses: int
     last_access: int
-    label: str
+    num_children: int  # in the tree, whether they are among the rows or not
+    token_ids: tuple[int, ...]  # the first `SHOWN_IDS`
 
-    @property
-    def state(self) -> str:
-        return "protected" if self.ref_count else "evictable"
+    def text(self, decode: Decode | None) -> str:
+        """What its first tokens say."""
+        return decode(list(self.token_ids)) if decode is not None else " ".join(map(str, self.token_ids))
 
 
-def rows(cache: PrefixCache, decode: Decode | None = None, max_nodes: int = 2_000) -> list[Row]:
-    """The nodes, each directly after its parent's earlier subtrees, most recently used children first."""
+def rows(
+    cache: PrefixCache,
+    max_nodes: int = 2_000,
+    *,
+    max_children: int | None = None,
+    namespaces: Collection[Hashable] | None = None,
+) -> list[Row]:
+    """The nodes, each directly after its parent's earlier subtrees, most recently used children first.
+
+    max_children: of each node, and of each namespace. namespaces: None are all.
+    """
     found: list[Row] = []
-    for namespace, root in cache.tree.roots.items():
-        pending = [(child, None, 0) for child in _by_recency(root.children)]
+    roots = cache.tree.roots
+    if namespaces is not None:
+        roots = {namespace: roots[namespace] for namespace in namespaces if namespace in roots}
+    for namespace, root in roots.items():
+        pending = [(child, None, 0) for child in _latest(root.children, max_children)]
         while pending and len(found) < max_nodes:
             node, parent, depth = pending.pop()
-            ids = np.frombuffer(node.tokens, np.int32).tolist()
             found.append(
                 Row(
                     id=len(found),
                     parent=parent,
                     depth=depth,
-                    namespace=_name(namespace),
+                    namespace=name_of(namespace),
                     start=node.start,
                     end=node.end,
                     pages=tuple(np.frombuffer(node.pages, np.int32).tolist()),
                     ref_count=node.ref_count,
                     uses=node.uses,
                     last_access=node.last_access,
-                    label=_shorten(decode(ids) if decode is not None else " ".join(map(str, ids[:12])), len(ids)),
+                    num_children=len(node.children or ()),
+                    token_ids=tuple(np.frombuffer(node.tokens[: SHOWN_IDS * TOKEN_BYTES], np.int32).tolist()),
                 )
             )
-            pending += [(child, found[-1].id, depth + 1) for child in _by_recency(node.children)]
+            pending += [(child, found[-1].id, depth + 1) for child in _latest(node.children, max_children)]
     return found
 
 
@@ -66,20 +82,22 @@ def to_text(cache: PrefixCache, decode: Decode | None = None, max_nodes: int = 2
     """An indented listing under a line of totals."""
     lines = [_totals(cache)]
     namespace = None
-    for row in rows(cache, decode, max_nodes):
+    for row in rows(cache, max_nodes):
         if row.namespace != namespace:
             namespace = row.namespace
             lines.append(f"namespace {namespace}")
         lock = f" locked x{row.ref_count}" if row.ref_count else ""
         indent = "  " * min(row.depth + 1, 40)
-        lines.append(f"{indent}[{row.start}, {row.end}) {len(row.pages)} pages, used x{row.uses}{lock}: {row.label}")
+        lines.append(
+            f"{indent}[{row.start}, {row.end}) {len(row.pages)} pages, used x{row.uses}{lock}: {_label(row, decode)}"
+        )
     return "\n".join(lines)
 
 
 def to_json(cache: PrefixCache, decode: Decode | None = None, max_nodes: int = 100_000) -> str:
     """An object with the page counts and a list of nodes; `parent` refers to `id`."""
     counts = {name: getattr(cache, f"num_{name}") for name in ("total", "free", "evictable", "protected", "private")}
-    nodes = [asdict(row) for row in rows(cache, decode, max_nodes)]
+    nodes = [{**asdict(row), "label": _label(row, decode)} for row in rows(cache, max_nodes)]
     return json.dumps({"page_size": cache.page_size, "pages": counts, "nodes": nodes})
 
 
@@ -87,47 +105,15 @@ def to_dot(cache: PrefixCache, decode: Decode | None = None, max_nodes: int = 50
     """A Graphviz digraph; protected nodes are filled."""
     lines = ["digraph cache {", '  node [shape=box, style="rounded,filled", fontname=monospace];']
     namespaces: dict[str, str] = {}
-    for row in rows(cache, decode, max_nodes):
+    for row in rows(cache, max_nodes):
         if row.namespace not in namespaces:
             namespaces[row.namespace] = f"namespace{len(namespaces)}"
             lines.append(f"  {namespaces[row.namespace]} [label={json.dumps(row.namespace)}, fillcolor=white];")
-        label = json.dumps(f"{row.label}\n[{row.start}, {row.end}) · used ×{row.uses}", ensure_ascii=False)
+        label = json.dumps(f"{_label(row, decode)}\n[{row.start}, {row.end}) · used ×{row.uses}", ensure_ascii=False)
         color = "gold" if row.ref_count else "lightblue"
         parent = f"node{row.parent}" if row.parent is not None else namespaces[row.namespace]
         lines += [f"  node{row.id} [label={label}, fillcolor={color}];", f"  {parent} -> node{row.id};"]
     return "\n".join([*lines, "}"])
-
-
-def to_html(cache: PrefixCache, decode: Decode | None = None, max_nodes: int = 2_000) -> str:
-    """One self-contained page: the pool as a bar, and the tree as rows with bars for their numbers of pages."""
-    shown = rows(cache, decode, max_nodes)
-    newest = max((row.last_access for row in shown), default=1) or 1
-    largest = max((len(row.pages) for row in shown), default=1)
-    bar = "".join(
-        f'<i class="{name}" style="flex:{num_pages}" title="{num_pages} pages"></i>'
-        for name, num_pages in (
-            ("protected", cache.num_protected),
-            ("evictable", cache.num_evictable),
-            ("private", cache.num_private),
-            ("free", cache.num_free),
-        )
-    )
-    body: list[str] = []
-    namespace = None
-    for row in shown:
-        if row.namespace != namespace:
-            namespace = row.namespace
-            body.append(f"<h2>{html.escape(namespace)}</h2>")
-        width = max(2.0, 100 * len(row.pages) / largest)
-        lock = f" · locked ×{row.ref_count}" if row.ref_count else ""
-        opacity = 0.35 + 0.65 * row.last_access / newest
-        facts = f"[{row.start}, {row.end}) · {len(row.pages)} pages · used ×{row.uses}{lock}"
-        body.append(
-            f'<div class="row" style="margin-left:{min(row.depth, 40) * 1.4}em">'
-            f'<i class="{row.state}" style="width:{width:.1f}px;opacity:{opacity:.2f}"></i>'
-            f"<code>{html.escape(row.label)}</code><small>{facts}</small></div>"
-        )
-    return _PAGE.format(bar=bar, totals=html.escape(_totals(cache)), body="\n".join(body))
 
 
 def _totals(cache: PrefixCache) -> str:
@@ -137,37 +123,17 @@ def _totals(cache: PrefixCache) -> str:
     )
 
 
-def _by_recency(children: dict | None) -> list:
-    """Least recent first: they are taken from the end."""
-    return sorted((children or {}).values(), key=lambda node: node.last_access)
+def _latest(children: dict[bytes, Node] | None, count: int | None) -> list[Node]:
+    """Those that were used last, the latest at the end: they are taken from there."""
+    nodes = (children or {}).values()
+    return nlargest(len(nodes) if count is None else count, nodes, key=lambda node: node.last_access)[::-1]
 
 
-def _name(namespace: Hashable) -> str:
+def name_of(namespace: Hashable) -> str:
     return "default" if namespace is None else repr(namespace)
 
 
-def _shorten(text: str, num_tokens: int) -> str:
-    text = " ".join(text.split())
+def _label(row: Row, decode: Decode | None) -> str:
+    """A line of its text."""
+    text, num_tokens = " ".join(row.text(decode).split()), row.end - row.start
     return text if len(text) <= 72 and num_tokens <= 12 else f"{text[:72]}… ({num_tokens} tokens)"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Prefix cache</title>
-<style>
-  :root {{ color-scheme: light dark; font: 14px/1.5 system-ui, sans-serif; }}
-  body {{ max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }}
-  .bar {{ display: flex; height: 1.4rem; border-radius: .4rem; overflow: hidden; gap: 1px; }}
-  .row {{ display: flex; align-items: center; gap: .6rem; border-left: 1px solid #8884; padding-left: .5rem; }}
-  .row i {{ flex: none; height: .7rem; border-radius: .2rem; }}
-  .protected {{ background: #e0a030; }} .evictable {{ background: #4a90d9; }}
-  .private {{ background: #9b6fc4; }} .free {{ background: #8883; }}
-  code {{ overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }}
-  small {{ margin-left: auto; opacity: .7; white-space: nowrap; }}
-</style>
-<h1>Prefix cache</h1>
-<div class="bar">{bar}</div>
-<p>{totals}. <b class="key">Gold</b> is protected by running requests, blue can be evicted, violet is private to
-requests; pale was used long ago.</p>
-{body}
-</html>
-"""

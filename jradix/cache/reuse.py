@@ -17,6 +17,7 @@ All of it is plain Python: numpy takes longer for a handful of numbers than thei
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from math import exp, inf, log2
 from zlib import crc32
@@ -98,8 +99,8 @@ class GhostTable:
     """Remembers of evicted pages when they were last used and how often. A direct-mapped table of bounded size.
 
     Of each run of pages evicted together only the first and the last are put in. A page is recognised by a checksum of
-    its own tokens, not of its whole prefix: a mistake costs a wrong observation and never a wrong hit. Newer ghosts
-    overwrite older ones of the same slot.
+    its own tokens and its namespace, not of its whole prefix: a mistake costs a wrong observation and never a wrong
+    hit. Newer ghosts overwrite older ones of the same slot.
     """
 
     def __init__(self, num_slots: int, page_size: int) -> None:
@@ -110,22 +111,24 @@ class GhostTable:
         self._ahead = array("I", bytes(4 << num_bits))  # bytes of tokens from this page to the last of its run
         self._page_bytes = page_size * TOKEN_BYTES
 
-    def put(self, tokens: bytes, uses: int, last_access: int) -> None:
+    def put(self, tokens: bytes, uses: int, last_access: int, namespace: Hashable = None) -> None:
         """A run of pages has been evicted."""
+        seed = _seed_of(namespace)
         record = last_access * 256 + min(uses, MAX_USES)
         last = len(tokens) - self._page_bytes
         for start in (0, last) if last else (0,):
-            checksum = crc32(tokens[start : start + self._page_bytes])
+            checksum = crc32(tokens[start : start + self._page_bytes], seed)
             slot = checksum >> self._shift
             self._tags[slot], self._records[slot], self._ahead[slot] = checksum | 1, record, last - start
 
-    def take(self, tokens: bytes) -> list[tuple[int, int, int]]:
+    def take(self, tokens: bytes, namespace: Hashable = None) -> list[tuple[int, int, int]]:
         """(pages, last access, uses) of the runs at the head of `tokens`, up to the last page that is remembered."""
         tags, shift, page_bytes, num_bytes = self._tags, self._shift, self._page_bytes, len(tokens)
         runs: list[tuple[int, int, int]] = []
+        seed = _seed_of(namespace)
         start = begin = 0
         while start < num_bytes:
-            checksum = crc32(tokens[start : start + page_bytes])
+            checksum = crc32(tokens[start : start + page_bytes], seed)
             slot = checksum >> shift
             if tags[slot] == checksum | 1:
                 tags[slot] = 0
@@ -135,11 +138,16 @@ class GhostTable:
                 begin = start + page_bytes
                 last = start + self._ahead[slot]
                 if begin <= last < num_bytes:
-                    checksum = crc32(tokens[last : last + page_bytes])
+                    checksum = crc32(tokens[last : last + page_bytes], seed)
                     if tags[checksum >> shift] == checksum | 1:
                         start = last - page_bytes  # nothing between them needs to be looked up
             start += page_bytes
         return runs
+
+
+def _seed_of(namespace: Hashable) -> int:
+    """Of checksums: uses that pages had elsewhere would tell one tenant what another has asked."""
+    return crc32(repr(namespace).encode())
 
 
 class ReuseQueue:
@@ -219,13 +227,13 @@ class ReuseQueue:
         """The waiting of `node`, whose `uses` do not count this use yet, has ended."""
         self._times.reused[class_of(node.uses)][bucket_of(now - node.last_access)] += node.num_pages
 
-    def evicted(self, tokens: bytes, uses: int, last_access: int) -> None:
+    def evicted(self, tokens: bytes, uses: int, last_access: int, namespace: Hashable) -> None:
         """The pages of `tokens`, whole ones, have been evicted."""
-        self._ghosts.put(tokens, uses, last_access)
+        self._ghosts.put(tokens, uses, last_access, namespace)
 
-    def returned(self, tokens: bytes, now: int) -> tuple[int, int]:
+    def returned(self, tokens: bytes, now: int, namespace: Hashable) -> tuple[int, int]:
         """New pages enter the tree: how many of them, from the first on, had been evicted, and their uses before."""
-        runs = self._ghosts.take(tokens)
+        runs = self._ghosts.take(tokens, namespace)
         middle = sum(num_pages for num_pages, _, _ in runs) // 2
         passed = typical = 0
         for num_pages, last_access, uses in runs:

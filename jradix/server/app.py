@@ -8,9 +8,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from jradix.server import errors
+from jradix.server.cache_routes import cache_routes
 from jradix.server.chat import chat_routes
 from jradix.server.completions import completion_routes
 from jradix.server.gate import Gate
+from jradix.server.keys import Keys
 from jradix.server.native import generate_routes
 from jradix.server.operators import operator_routes
 from jradix.server.service import Service
@@ -20,12 +22,14 @@ LOG = logging.getLogger(__name__)
 
 def make_app(service: Service) -> FastAPI:
     """The ASGI application that serves one engine."""
-    app = FastAPI(title="jradix", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="jradix", docs_url=None, redoc_url=None)  # those pages would load scripts of other sites
+    keys = Keys(service.config.api_key, service.config.admin_api_key)
     for router in (
         completion_routes(service),
         chat_routes(service),
         generate_routes(service),
         operator_routes(service),
+        cache_routes(service, keys),
     ):
         app.include_router(router)
 
@@ -38,5 +42,5 @@ def make_app(service: Service) -> FastAPI:
     for kind in (Exception, HTTPException, RequestValidationError, ValueError, RuntimeError, errors.RequestError):
         app.add_exception_handler(kind, refuse)
     max_body_bytes = service.config.max_body_mb * 2**20
-    app.add_middleware(Gate, api_key=service.config.api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, keys=keys, max_body_bytes=max_body_bytes)
     return app

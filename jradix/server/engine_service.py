@@ -8,16 +8,16 @@ a slow reader gets fewer messages with more in each, and no step ever waits for 
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from jradix.cache.explain import explain
+from jradix.cache.explain import Explanation, explain
 from jradix.cache.namespace import UNSHARED
-from jradix.cache.render import to_html
+from jradix.cache.page import View
 from jradix.core import Core
 from jradix.delivery import StepFailedError
 from jradix.engine import Engine
@@ -28,8 +28,6 @@ from jradix.schedule_queue import QueueFullError
 from jradix.server.messages import Abandon, Answer, Call, Change, Ready, Submit
 
 LOG = logging.getLogger(__name__)
-_SHOWN_NODES, _SHOWN_TOKENS = 500, 64
-"""Of the cache's page, which is made between two steps."""
 
 
 @dataclass(slots=True)
@@ -232,24 +230,14 @@ def _abort_all(engine: Engine, core: Core, message: str) -> int:
     return len(outputs)
 
 
-def _cache_page(engine: Engine, core: Core) -> str:
-    return to_html(core.cache, _decode_beginning(engine), max_nodes=_SHOWN_NODES)
+def _cache_view(engine: Engine, core: Core, namespaces: Collection[Hashable] | None, with_pool: bool) -> View:
+    return View.of(core.cache, namespaces=namespaces, with_pool=with_pool)
 
 
-def _explain(engine: Engine, core: Core, input_ids: list[int], cache_salt: str | int | None) -> dict[str, Any]:
-    found = explain(core.cache, input_ids[:-1], cache_salt, _decode_beginning(engine))
-    return {
-        "prompt_tokens": len(input_ids),
-        "cached_tokens": found.num_tokens,
-        "reason": found.reason,
-        "explanation": str(found),
-        "diverged_at": found.diverged_at,
-    }
-
-
-def _decode_beginning(engine: Engine) -> Callable[[list[int]], str] | None:
+def _explain(engine: Engine, core: Core, input_ids: list[int], namespace: str | None) -> Explanation:
     tokenizer = engine.tokenizer
-    return None if tokenizer is None else lambda ids: tokenizer.decode(ids[:_SHOWN_TOKENS], skip_special_tokens=False)
+    decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=False)
+    return explain(core.cache, input_ids, namespace, decode, discreet=True)
 
 
 _CALLS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -257,7 +245,7 @@ _CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "flush_cache": _flush_cache,
     "abort_request": _abort_request,
     "abort_all": _abort_all,
-    "cache_page": _cache_page,
+    "cache_view": _cache_view,
     "explain": _explain,
 }
 """What the HTTP process may call. Each runs on the engine's thread, between two steps."""

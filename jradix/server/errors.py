@@ -15,6 +15,7 @@ from jradix.server.client import EngineDeadError
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
     413: "request_too_large",
@@ -67,8 +68,8 @@ def response(error: Exception) -> JSONResponse:
     """The answer that an exception becomes."""
     status, content = described(error)
     headers = {"Retry-After": "1"} if isinstance(error, QueueFullError) else {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, HTTPException) and error.headers:
+        headers.update(error.headers)
     return JSONResponse(content, status, headers)
 
 

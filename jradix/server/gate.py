@@ -1,6 +1,5 @@
-"""What every request passes: the API key, the limit of its body, and one line in the log when it has ended."""
+"""What every request passes: its key, the limit of its body, and one line in the log when it has ended."""
 
-import hmac
 import logging
 import time
 
@@ -9,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jradix.server import errors
+from jradix.server.keys import Keys
 
 LOG = logging.getLogger("jradix.requests")
 
@@ -16,9 +16,9 @@ LOG = logging.getLogger("jradix.requests")
 class Gate:
     """ASGI middleware. The log has method, path, status, seconds and numbers of tokens, and no text of anybody's."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, max_body_bytes: int) -> None:
         self._app = app
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._keys = keys
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,8 +49,9 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if not self._may_enter(scope["path"], headers):
-            refusal = HTTPException(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY")
+        try:
+            scope["state"]["is_operator"] = self._keys.check(scope["path"], headers)
+        except HTTPException as refusal:
             await errors.response(refusal)(scope, receive, send)
             return
         length = headers.get("content-length", "")
@@ -68,11 +69,6 @@ class Gate:
             return message
 
         await self._app(scope, receive_limited, send)
-
-    def _may_enter(self, path: str, headers: Headers) -> bool:
-        if self._authorization is None or path == "/health":
-            return True
-        return hmac.compare_digest(headers.get("authorization", "").encode("latin-1"), self._authorization)
 
     def _too_large(self) -> HTTPException:
         return HTTPException(413, f"the body has more than the {self._max_body_bytes} bytes that max_body_mb allows")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from jradix.sampling_params import params_of_each
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
+from jradix.server.keys import operators_only
 from jradix.server.service import Service, finished, namespace
 from jradix.validation import is_sequence
 
@@ -78,9 +79,11 @@ def generate_routes(service: Service) -> APIRouter:
         return JSONResponse(results[0] if single else results)
 
     @router.post("/abort_request")
-    async def abort_request(body: AbortRequest) -> dict[str, int]:
+    async def abort_request(body: AbortRequest, request: Request) -> dict[str, int]:
         if (body.rid is None) != body.abort_all:
             raise ValueError("rid must be the id of a request, or abort_all true: give exactly one of them")
+        if body.abort_all:
+            operators_only(request)
         name, argument = ("abort_all", "aborted by the caller") if body.rid is None else ("abort_request", body.rid)
         return {"num_aborted": await service.engine.call(name, argument)}
 

@@ -1,34 +1,23 @@
-"""What operators ask: is it alive, what is it, how does it do, what is cached and why."""
+"""What operators ask: is it alive, what is it, how does it do."""
 
-import asyncio
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastapi import APIRouter, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import APIRouter, Depends, Response
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict
 
 from jradix.server.errors import RequestError
 from jradix.server.health import Health
+from jradix.server.keys import operators_only
 from jradix.server.metrics import cache_numbers
 from jradix.server.service import Service
-
-
-class ExplainRequest(BaseModel):
-    """The body of /cache/explain: a prompt, as /generate or /v1/chat/completions would have it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    text: str | None = None
-    input_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    cache_salt: str | int | None = None
 
 
 def operator_routes(service: Service) -> APIRouter:
     """What operators ask."""
     router = APIRouter()
+    for_operators = [Depends(operators_only)]
     health = Health(service)
 
     @router.get("/health")
@@ -44,22 +33,22 @@ def operator_routes(service: Service) -> APIRouter:
     async def model_info() -> dict[str, Any]:
         return _model_info(service)
 
-    @router.get("/get_server_info")
+    @router.get("/get_server_info", dependencies=for_operators)
     async def server_info() -> dict[str, Any]:
-        shown = asdict(replace(service.config, api_key=None))
+        shown = asdict(replace(service.config, api_key=None, admin_api_key=None))
         return {**service.engine.info, **shown, **await service.engine.call("info")}
 
-    @router.get("/get_metric_info")
+    @router.get("/get_metric_info", dependencies=for_operators)
     async def metric_info() -> dict[str, Any]:
         info = await service.engine.call("info")
         return {**{name: value for name, value in info.items() if name != "cache"}, **cache_numbers(info)}
 
-    @router.get("/metrics")
+    @router.get("/metrics", dependencies=for_operators)
     async def metrics() -> Response:
         exposition = service.metrics.exposition(await service.engine.call("info"))
         return Response(exposition, media_type=CONTENT_TYPE_LATEST)
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.api_route("/flush_cache", methods=["GET", "POST"], dependencies=for_operators)
     async def flush_cache() -> dict[str, int]:
         num_pages = await service.engine.call("flush_cache")
         if num_pages is None:
@@ -67,27 +56,7 @@ def operator_routes(service: Service) -> APIRouter:
             raise RequestError(409, message, code="requests_running")
         return {"num_flushed_pages": num_pages}
 
-    @router.get("/cache", response_class=HTMLResponse)
-    async def cache_page() -> str:
-        return await service.engine.call("cache_page")
-
-    @router.post("/cache/explain")
-    async def explain(body: ExplainRequest) -> dict[str, Any]:
-        return await service.engine.call("explain", await _explained_ids(service, body), body.cache_salt)
-
     return router
-
-
-async def _explained_ids(service: Service, body: ExplainRequest) -> list[int]:
-    given = [name for name in ("text", "input_ids", "messages") if getattr(body, name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"text, input_ids or messages must be given, one of them, got {' and '.join(given) or 'none'}")
-    if body.messages is not None:
-        return await asyncio.to_thread(service.tokenizer.apply_chat_template, body.messages)
-    ids = await service.token_ids(body.text) if body.text is not None else body.input_ids or []
-    if not ids or min(ids) < 0 or max(ids) >= 2**31:
-        raise ValueError("input_ids must be token ids, at least one")
-    return ids
 
 
 def _model_info(service: Service) -> dict[str, Any]:

@@ -70,8 +70,11 @@ async def finished(request: Request, generation: Generation) -> None:
         generation.close()
 
 
-def namespace(cache_salt: str | int | None, extra_key: str | int | None) -> str | int | None:
-    """The salt that a client gave under one of two names."""
+def namespace(cache_salt: str | int | None, extra_key: str | int | None = None) -> str | None:
+    """The salt that a client gave under one of two names. A number is the text of its digits, as it is in a URL."""
     if cache_salt is not None and extra_key is not None:
         raise ValueError("extra_key is another name for cache_salt: give one of them")
-    return extra_key if cache_salt is None else cache_salt
+    name, salt = ("extra_key", extra_key) if cache_salt is None else ("cache_salt", cache_salt)
+    if salt == "":
+        raise ValueError(f"{name} must not be empty, which looks like a secret that was never set: leave it out")
+    return None if salt is None else str(salt)

@@ -97,3 +97,13 @@ def test_what_may_have_been_there_is_not_denied(journal: bool, said: str) -> Non
     found = explain(cache, [60, 61, 62])
     assert found.reason == "unseen"
     assert said in found.sentence
+
+
+def test_a_discreet_answer_tells_nothing_of_others() -> None:
+    cache = warm()
+    elsewhere = explain(cache, [40, 41, 1], discreet=True)
+    assert (elsewhere.reason, elsewhere.namespace) == ("unseen", None)
+    assert elsewhere == explain(cache, [50, 51, 1], discreet=True), "a prompt that nobody has asked"
+    assert cache.allocate(10, owner="request 7") is not None
+    evicted = explain(cache, [1, 2, 3, 4, 5, 6, 7, 8], discreet=True)
+    assert (evicted.reason, evicted.sentence, evicted.removal) == ("evicted", "the next page was evicted", None)

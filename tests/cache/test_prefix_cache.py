@@ -8,7 +8,8 @@ import pytest
 from jradix.cache import Counters, Insert, Lock, Namespace, PrefixCache, StaleMatchError
 from jradix.cache.explain import explain
 from jradix.cache.namespace import UNSHARED
-from jradix.cache.render import rows, to_dot, to_html, to_json, to_text
+from jradix.cache.page import View, to_html
+from jradix.cache.render import rows, to_dot, to_json, to_text
 
 
 def counts(cache: PrefixCache) -> dict[str, int]:
@@ -593,8 +594,9 @@ def test_nothing_that_looks_at_a_deep_tree_needs_recursion() -> None:
     assert cache.journal is not None
     assert len(cache.journal.drain()) == 3_000
     assert len(rows(cache, max_nodes=4_000)) == 3_000
-    for picture in (to_text, to_json, to_dot, to_html):
+    for picture in (to_text, to_json, to_dot):
         assert picture(cache)
+    assert to_html(View.of(cache))
     assert explain(cache, [*range(2_500), 0]).diverged_at == 2_500
     assert cache.pin("all", list(range(2_900))) == 2_900
     assert cache.num_allocatable_beside(cache.match(list(range(2_950)))) == 150

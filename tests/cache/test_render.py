@@ -1,9 +1,9 @@
-"""Pictures of the tree: complete, escaped, bounded, and without recursion."""
+"""Pictures of the tree: complete, bounded, and without recursion."""
 
 import json
 
 from jradix.cache import PrefixCache
-from jradix.cache.render import rows, to_dot, to_html, to_json, to_text
+from jradix.cache.render import rows, to_dot, to_json, to_text
 
 from .test_journal import cache_prompt
 
@@ -44,13 +44,6 @@ def test_dot_links_every_node_to_its_parent() -> None:
     assert "\"'<b>'\"" in dot
 
 
-def test_html_escapes_what_users_wrote() -> None:
-    page = to_html(small(), decode=lambda ids: "<script>" * len(ids))
-    assert "<script>" not in page
-    assert "<b>'" not in page
-    assert page.count('class="row"') == 4
-
-
 def test_pictures_of_deep_and_wide_trees_are_bounded() -> None:
     cache = PrefixCache(3_000, 1)
     lock = cache.lock(cache.match([]))
@@ -60,5 +53,13 @@ def test_pictures_of_deep_and_wide_trees_are_bounded() -> None:
         pages = cache.insert(list(range(length)), pages, lock).pages
     assert len(rows(cache, max_nodes=5_000)) == 3_000
     assert len(rows(cache, max_nodes=10)) == 10
-    for picture in (to_text, to_json, to_dot, to_html):
+    for picture in (to_text, to_json, to_dot):
         assert len(picture(cache, max_nodes=50)) < 30_000
+
+
+def test_one_namespace_and_the_latest_children_can_be_asked_for() -> None:
+    cache = small()
+    assert [row.namespace for row in rows(cache, namespaces=("<b>", "nobody's"))] == ["'<b>'"]
+    assert rows(cache, namespaces=()) == []
+    top, child = rows(cache, namespaces=(None,), max_children=1)
+    assert (top.num_children, child.token_ids) == (2, (4, 5))

@@ -188,3 +188,10 @@ def test_without_reuse_pressure_it_hits_what_lru_hits() -> None:
             prompts.append([i] * 4)
         recent = [*recent, prompts[-1]][-30:]
     assert hits("adaptive", prompts, 60) >= 0.97 * hits("lru", prompts, 60)
+
+
+def test_ghosts_of_one_namespace_do_not_return_in_another() -> None:
+    ghosts = GhostTable(1 << 12, 2)
+    ghosts.put(tokens(1, 2, 3, 4), uses=9, last_access=50, namespace="a")
+    assert ghosts.take(tokens(1, 2, 3, 4), namespace="b") == ghosts.take(tokens(1, 2, 3, 4)) == []
+    assert ghosts.take(tokens(1, 2, 3, 4), namespace="a") == [(1, 50, 9), (1, 50, 9)]

@@ -185,6 +185,7 @@ def test_a_model_that_is_missing_is_the_users_mistake(tmp_path: Path) -> None:
         ({"port": -1}, "port must be an integer in"),
         ({"port": 65536}, "port must be"),
         ({"api_key": ""}, "api_key must be a string, not empty"),
+        ({"api_key": "same", "admin_api_key": "same"}, "admin_api_key must differ from api_key"),
         ({"log_level": "loud"}, "log_level must be one of debug, info, warning, error, got 'loud'"),
         ({"max_body_mb": 0}, "max_body_mb must be"),
         ({"drain_seconds": 1.5}, "drain_seconds must be"),

@@ -217,8 +217,9 @@ def test_the_cache_is_shown_and_explained(http: httpx2.Client) -> None:
     assert explained(text=prompt)["reason"] == "complete"
     other = explained(text="explain nothing at all")
     assert (other["reason"], other["diverged_at"], other["cached_tokens"]) == ("diverged", 8, 8)
-    assert explained(text=prompt, cache_salt="a salt nobody uses")["reason"] == "other namespace"
+    assert (other["shared_end"], other["cached_next"], other["asked_next"]) == ("explain ", "<b>this<", "nothing ")
     assert explained(messages=[{"role": "user", "content": "never said"}])["cached_tokens"] == 0
+    assert explained(input_ids=[2**31 - 1, 319, 5])["cached_tokens"] == 0, "ids that no text has"
     assert "messages" in refusal(http, "/cache/explain", text="a", messages=[])["message"]
 
 

@@ -96,7 +96,7 @@ class _Tree:
                 self._pages_to_end[row.parent] += self._pages_to_end[row.id]
         for row in view.rows:
             self._children.setdefault(row.parent, []).append(row)
-        latest = sorted(view.rows, key=lambda row: (-row.last_access, row.id))
+        latest = sorted(view.rows, key=lambda row: (not row.ref_count, -row.last_access, row.id))
         self._rank = {
             row.id: rank for rank, row in enumerate(latest)
         }  # the clock itself would tell of other namespaces

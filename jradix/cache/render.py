@@ -124,9 +124,12 @@ def _totals(cache: PrefixCache) -> str:
 
 
 def _latest(children: dict[bytes, Node] | None, count: int | None) -> list[Node]:
-    """Those that were used last, the latest at the end: they are taken from there."""
+    """Those that are in use or were used last, the latest at the end: they are taken from there."""
     nodes = (children or {}).values()
-    return nlargest(len(nodes) if count is None else count, nodes, key=lambda node: node.last_access)[::-1]
+    latest = nlargest(
+        len(nodes) if count is None else count, nodes, key=lambda node: (node.ref_count > 0, node.last_access)
+    )
+    return latest[::-1]
 
 
 def name_of(namespace: Hashable) -> str:

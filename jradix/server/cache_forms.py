@@ -54,9 +54,9 @@ function show(found) {
   filled.style.width = 100 * found.cached_tokens / found.prompt_tokens + "%";
   meter.append(filled);
   const sentence = document.createElement("p"), list = document.createElement("dl");
-  const differs = `The prompt differs from what is cached from its token ${found.diverged_at} on.`;
+  const differs = `${found.cached_tokens} of the prompt's ${found.prompt_tokens} tokens are cached: ` +
+    `it differs from token ${found.diverged_at} on.`;
   sentence.textContent = found.diverged_at === null ? `${found.explanation}.` : differs;
-  sentence.append(` ${found.cached_tokens} of its ${found.prompt_tokens} tokens would be reused.`);
   if (found.shared_end) part(list, "The end of what is shared", found.shared_end);
   if (found.cached_next) part(list, "Cached after that", found.cached_next);
   if (found.asked_next) part(list, "Asked after that", found.asked_next);

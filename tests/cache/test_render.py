@@ -63,3 +63,7 @@ def test_one_namespace_and_the_latest_children_can_be_asked_for() -> None:
     assert rows(cache, namespaces=()) == []
     top, child = rows(cache, namespaces=(None,), max_children=1)
     assert (top.num_children, child.token_ids) == (2, (4, 5))
+    cache.lock(cache.match([1, 2, 3]))
+    cache.lock(cache.match([1, 2, 4, 5]))
+    cache_prompt(cache, [9])
+    assert [row.token_ids for row in rows(cache, namespaces=(None,), max_children=1)] == [(1, 2), (4, 5)], "in use"

@@ -178,12 +178,22 @@ def estimate(target: str, model: str, rows: int = 64, context_len: int = 1024, p
     embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
     weights = weight_bytes(config)
     read = weights if config.tie_word_embeddings else weights - embedding
-    kv = rows * context_len * 2 * config.layers * config.kv_heads * config.head_dim * DTYPE.itemsize
-    in_layers = (read - embedding) / DTYPE.itemsize
-    pairs = prompt_len * (prompt_len + 1) / 2
-    flops = 2.0 * in_layers * prompt_len + 4.0 * config.layers * config.q_heads * config.head_dim * pairs
-    decode_ms = 1e3 * max((read + kv) / chip.bandwidth, 2.0 * in_layers * rows / chip.flops)
-    return Estimate(target, model, decode_ms, 1e3 * flops / chip.flops, weights + kv < chip.memory_bytes)
+    position = rows * 2 * config.kv_heads * config.head_dim * DTYPE.itemsize  # of a layer
+    kv = position * sum(min(context_len, window or context_len) for window in config.windows)
+    idle_experts = len(config.moe_layers) * (config.experts - config.experts_per_token)  # to one token
+    multiplied = (read - embedding) / DTYPE.itemsize
+    multiplied -= 3 * idle_experts * config.hidden_size * config.expert_mlp_size
+    pairs = sum(seen_pairs(prompt_len, window or prompt_len) for window in config.windows)
+    flops = 2.0 * multiplied * prompt_len + 4.0 * config.q_heads * config.head_dim * pairs
+    decode_ms = 1e3 * max((read + kv) / chip.bandwidth, 2.0 * multiplied * rows / chip.flops)
+    fits = weights + position * context_len * config.layers < chip.memory_bytes
+    return Estimate(target, model, decode_ms, 1e3 * flops / chip.flops, fits)
+
+
+def seen_pairs(prompt_len: int, window: int) -> float:
+    """Pairs of a query and a key that it sees."""
+    window = min(window, prompt_len)
+    return prompt_len * window - window * (window - 1) / 2
 
 
 def format_lines(lines: Sequence[Line]) -> str:

@@ -11,6 +11,7 @@ from jradix import Engine
 from tests.tiny_engine import Golden, greedy, logits_after, output_ids, start, use_one_bucket
 
 TINY_NAMES = [
+    *("gemma2", "gemma3_text", "gpt_oss"),
     *("llama", "llama3_rope", "llama_bias_yarn", "llama_linear", "llama_mqa", "mistral_head", "mistral_window"),
     *("phi3", "phi3_partial", "qwen2", "qwen2_mixed_window", "qwen2_untied", "qwen3", "qwen3_wide"),
     *("qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sparse_step"),
@@ -38,6 +39,16 @@ def test_a_tiny_model_gives_the_tokens_of_transformers(name: str, tiny_path: Cal
         engine.flush_cache()
         engine.scheduler.chunked_prefill_size = chunk  # a smaller chunk fits the same bucket: nothing to compile
         assert output_ids(engine, prompts[:count]) == expected[:count], f"in chunks of {chunk}, beside each other"
+
+    engine.scheduler.chunked_prefill_size = 64
+    in_the_way = engine.cache.allocate(engine.cache.num_total - 50)  # three requests need 19 pages each
+    assert in_the_way is not None
+    for _ in range(2):
+        assert output_ids(engine, prompts) == expected, "retracted, and on top of what evictions left"
+    assert engine.scheduler.num_retractions > 0
+    for prompt, logits in zip(prompts, golden.logits, strict=True):
+        np.testing.assert_allclose(logits_after(engine, prompt), logits[-1], atol=2e-4, rtol=0)
+    engine.cache.free(in_the_way)
     engine.check_idle()
     assert engine.runner.num_compiled == 5, (
         "forward passes of decode and mixed steps, a sampler for each, the copy of pages"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from jradix.model.checkpoint_error import CheckpointError
 from jradix.model.gguf_checkpoint import GGUFCheckpoint
+from jradix.model.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
 from jradix.model.safetensors_checkpoint import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -48,6 +49,8 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
         """Returns one tensor in fresh memory of its own, in the dtype that is stored (float32 where quantised).
+
+        Its axes may lie in any order in memory.
 
         With ``dtype``, converted on the way: a quantised tensor then never exists whole in float32.
 
@@ -88,7 +91,8 @@ def open_checkpoint(
 
 def _open_directory(directory: Path, weights: bool) -> Checkpoint:
     if (directory / "config.json").is_file():
-        return SafetensorsCheckpoint(directory, weights=weights)
+        files = SafetensorsCheckpoint(directory, weights=weights)
+        return Mxfp4Checkpoint(files) if is_mxfp4(files.config) else files
     gguf_files = sorted(directory.glob("*.gguf"))
     if len(gguf_files) == 1:
         return GGUFCheckpoint(gguf_files[0])

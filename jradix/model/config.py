@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from jradix.model.activation import SILU, Activation
 from jradix.model.family import Family
 from jradix.model.fields import Fields, UnsupportedModelError
+from jradix.model.gemma2 import GEMMA2
+from jradix.model.gemma3 import GEMMA3_TEXT
+from jradix.model.gpt_oss import GPT_OSS
 from jradix.model.llama import LLAMA
 from jradix.model.mistral import MISTRAL
 from jradix.model.phi3 import PHI3
@@ -14,6 +18,9 @@ from jradix.model.qwen3 import QWEN3
 from jradix.model.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3_TEXT,
+    "GptOssForCausalLM": GPT_OSS,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "Phi3ForCausalLM": PHI3,
@@ -22,6 +29,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 MODEL_TYPES: Final = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -66,8 +76,16 @@ class ModelConfig:
         eos_token_ids: tokens that end a text.
         dtype: the weights' type as the checkpoint says, for example "bfloat16"; None where it does not say.
         windows: for each layer, how many positions a token sees, itself included; None for all of them.
+        window_rope: rope of the layers with a window, where it is not that of the others.
+        attention_scale: multiplies attention scores; None for `head_dim ** -0.5`.
+        attention_soft_cap, logit_soft_cap: bound scores and logits `x` as `cap * tanh(x / cap)`.
+        sinks: every query head has one more logit that takes probability and gives nothing.
+        norm_offset: norms multiply with this plus their weight.
+        post_norms: what attention and MLP give is normed too, before it is added.
+        embed_scale: multiplies embeddings, rounded to their dtype.
         moe_layers: the layers that have experts in place of the dense MLP.
         normalize_experts: the chosen experts' weights sum to 1.
+        expert_bias: router and experts have biases.
     """
 
     architecture: str
@@ -89,10 +107,20 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    window_rope: RopeConfig | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    sinks: bool = False
+    activation: Activation = SILU
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    embed_scale: float | None = None
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp_size: int = 0
     normalize_experts: bool = False
+    expert_bias: bool = False
     moe_layers: frozenset[int] = frozenset()
 
     @classmethod
@@ -107,13 +135,14 @@ class ModelConfig:
         architecture = _architecture(config)
         family, fields = FAMILIES[architecture], Fields(config)
         _refuse_quantization(fields)
-        _refuse_activation(fields)
+        _refuse_activation(fields, family)
         hidden_size, q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         layers = fields.integer("num_hidden_layers")
         head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // q_heads))
         kv_heads = _kv_heads(fields, family, q_heads)
         own = {"windows": (None,) * layers, **family.parse(fields)}
-        _check_layer_types(fields, own["windows"])
+        _check_layer_types(fields, own["windows"], layers)
+        rope, window_rope = _ropes(fields, family, head_dim)
         result = cls(
             architecture=architecture,
             vocab_size=fields.integer("vocab_size"),
@@ -125,8 +154,9 @@ class ModelConfig:
             head_dim=head_dim,
             max_position_embeddings=fields.integer("max_position_embeddings"),
             rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-            rope=_rope(fields, family, head_dim),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            rope=rope,
+            window_rope=window_rope,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.get("dtype", None) or fields.get("torch_dtype", None),
             **own,
@@ -149,13 +179,16 @@ def _refuse_quantization(fields: Fields) -> None:
     if quantization := fields.get("quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise UnsupportedModelError(
-            f"quantization_config (quant_method {method!r}) is not supported; use unquantized weights or a GGUF file"
+            f"quantization_config (quant_method {method!r}) is not supported; use unquantized weights, those in mxfp4, "
+            "or a GGUF file"
         )
 
 
-def _refuse_activation(fields: Fields) -> None:
-    if (activation := fields.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; jradix has silu")
+def _refuse_activation(fields: Fields, family: Family) -> None:
+    activation = fields.get("hidden_act", None)
+    activation = fields.get("hidden_activation", None) or activation or family.activation  # the newer name goes first
+    if ("silu" if activation == "swish" else activation) != family.activation:
+        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported here; jradix has {family.activation}")
 
 
 def _kv_heads(fields: Fields, family: Family, q_heads: int) -> int:
@@ -169,9 +202,11 @@ def _kv_heads(fields: Fields, family: Family, q_heads: int) -> int:
     return kv_heads
 
 
-def _check_layer_types(fields: Fields, windows: tuple[int | None, ...]) -> None:
+def _check_layer_types(fields: Fields, windows: tuple[int | None, ...], layers: int) -> None:
     """Where a config says which layers slide, it must agree with the windows, or we would compute something else."""
     types = fields.get("layer_types", None)
+    if len(windows) != layers:
+        raise ValueError(f"layer_types must have num_hidden_layers={layers} entries, got {len(windows)}")
     expected = ["full_attention" if window is None else "sliding_attention" for window in windows]
     if types is not None and list(types) != expected:
         raise UnsupportedModelError(f"layer_types={types} is not supported here, which would be {expected}")
@@ -185,12 +220,27 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _rope(fields: Fields, family: Family, head_dim: int) -> RopeConfig:
-    """Reads `rope_parameters`, or `rope_scaling` with `rope_theta` beside it as configs before 2026 have them."""
+def _ropes(fields: Fields, family: Family, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rope of all layers, or of those without a window and of those with one.
+
+    Reads `rope_parameters`, or `rope_scaling` with `rope_theta` beside it as configs before 2026 have them.
+    """
     old, new = fields.nested("rope_scaling"), fields.nested("rope_parameters")
-    theta = fields.number("rope_theta", 10000.0)
+    theta, default = fields.number("rope_theta", family.rope_theta), Fields(family.rope, "rope_parameters")
+    if family.window_rope_theta is None:
+        return _rope(fields, old or new or default, theta, family, head_dim), None
+    window_theta = fields.number("rope_local_base_freq", family.window_rope_theta)
+    full, window = (new and new.nested(f"{kind}_attention") for kind in ("full", "sliding"))
+    if new:
+        new.refuse_unread()
+    return (
+        _rope(fields, old or full or default, theta, family, head_dim),
+        _rope(fields, window or default, window_theta, family, head_dim),
+    )
+
+
+def _rope(fields: Fields, rope: Fields, theta: float, family: Family, head_dim: int) -> RopeConfig:
     original_len, partial = fields.get("original_max_position_embeddings", None), fields.get("partial_rotary_factor", 1)
-    rope = old or new or Fields({}, "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     rope.get("type", None)
     if kind not in family.rope_types:

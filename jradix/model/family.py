@@ -1,13 +1,13 @@
 """What one model family adds to the common decoder: config fields of its own, and the names of its tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Final
 
 from jradix.model.fields import Fields
 
-type Index = EllipsisType | tuple[int | slice, ...]
+type Index = EllipsisType | slice | tuple[int | slice, ...]
 type Shape = tuple[int, ...]
 
 ALL: Final = slice(None)
@@ -20,12 +20,15 @@ class Part:
     Attributes:
         tensor: its name, without the `model.layers.N.` of a layer's tensor.
         shape: the shape it must have, as stored.
-        places: pairs of rows of the tensor and an index into the parameter; the rows, reshaped, fill what is indexed.
+        places: pairs of an index into the tensor, such as its rows, and one into the parameter; what the first finds,
+            reshaped, fills what the second does.
+        axes: order of the tensor's axes in which `places` index it; None as stored.
     """
 
     tensor: str
     shape: Shape
-    places: tuple[tuple[slice, Index], ...] = ((ALL, ...),)
+    places: tuple[tuple[Index, Index], ...] = ((ALL, ...),)
+    axes: tuple[int, ...] | None = None
 
 
 type PartsOf = Callable[[Shape], list[Part]]
@@ -42,6 +45,11 @@ class Family:
         kv_heads: what a config without `num_key_value_heads` means; None for as many as query heads.
         head_dim: what a config without `head_dim` means; None for `hidden_size / num_attention_heads`.
         rms_norm_eps: what a config without `rms_norm_eps` means.
+        tie_word_embeddings: what a config without `tie_word_embeddings` means.
+        activation: the one activation of its MLPs, as `hidden_act` calls it.
+        rope: what a config without rope parameters means.
+        rope_theta: what a config that has rope parameters without `rope_theta` means.
+        window_rope_theta: the same for the layers with a window, where these have a rope of their own; else None.
         rope_types: the kinds of rotary embedding the family has.
         partial_rotary: whether rope may turn only the first part of a head.
     """
@@ -51,6 +59,11 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    activation: str = "silu"
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    rope_theta: float = 10000.0
+    window_rope_theta: float | None = None
     rope_types: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn"})
     partial_rotary: bool = False
 
@@ -108,3 +121,11 @@ DENSE_PARTS: Final[Mapping[str, PartsOf]] = {
     "down_bias": whole("mlp.down_proj.bias"),
 }
 """The names most families share."""
+
+
+def alternating_windows(fields: Fields, period: int) -> tuple[int | None, ...]:
+    """The window of each layer: `layer_types` says which have one; without it all but the last of each `period` do."""
+    window, layers = fields.integer("sliding_window"), fields.integer("num_hidden_layers")
+    if types := fields.get("layer_types", None):
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if (layer + 1) % period else None for layer in range(layers))

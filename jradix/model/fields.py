@@ -17,7 +17,8 @@ HARMLESS: Final = frozenset({
     "min_p", "typical_p", "do_sample", "num_beams", "max_length", "max_new_tokens", "min_length",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences",
     # how transformers runs it
-    "use_cache", "pretraining_tp", "return_dict", "return_dict_in_generate", "output_attentions",
+    "use_cache", "cache_implementation",
+    "pretraining_tp", "return_dict", "return_dict_in_generate", "output_attentions",
     "output_hidden_states", "output_router_logits", "chunk_size_feed_forward", "gradient_checkpointing",
     # training
     "initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout",

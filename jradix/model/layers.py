@@ -18,11 +18,11 @@ class MakeLayerParameter(Protocol):
     def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array: ...
 
 
-def rms_norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
-    """`x` scaled to mean square 1 over its last axis, times `weight`; computed in float32, typed like `x`."""
+def rms_norm(x: jax.Array, weight: nnx.Param, eps: float, offset: float = 0.0) -> jax.Array:
+    """`x` scaled to mean square 1 over its last axis, times `offset + weight`; computed in float32, typed like `x`."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * weight[...].astype(jnp.float32)).astype(x.dtype)
+    return (wide * (offset + weight[...].astype(jnp.float32))).astype(x.dtype)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
@@ -51,11 +51,6 @@ def linear(x: jax.Array, weight: jax.Array, bias: nnx.Param | None = None) -> ja
     return out if bias is None else out + bias[...].astype(jnp.float32)
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` of float32 `[rows, 2, mlp]` (Shazeer, "GLU variants improve transformer", 2020)."""
-    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-
-
 class Attention(nnx.Module):
     """Grouped-query attention over the KV pool.
 
@@ -64,16 +59,20 @@ class Attention(nnx.Module):
             matmul, and a shard of KV heads holds all that belongs to them.
         o: `[hidden, kv_heads, group, head_dim]`.
         q_norm, k_norm: `[head_dim]`, in families that normalise queries and keys.
+        sinks: `[kv_heads, group]`, in families that have them.
     """
 
     def __init__(self, config: ModelConfig, window: int | None, make: MakeLayerParameter) -> None:
         group = config.q_heads // config.kv_heads
         heads = (config.kv_heads, group + 2, config.head_dim)
-        self.window, self.eps = window, config.rms_norm_eps
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.scale, self.window, self.soft_cap = scale, window, config.attention_soft_cap
+        self.eps, self.norm_offset = config.rms_norm_eps, config.norm_offset
         self.qkv = nnx.Param(make("qkv", (*heads, config.hidden_size)))
         self.qkv_bias = nnx.Param(make("qkv_bias", heads)) if config.qkv_bias else None
         self.q_norm = nnx.Param(make("q_norm", (config.head_dim,))) if config.qk_norm else None
         self.k_norm = nnx.Param(make("k_norm", (config.head_dim,))) if config.qk_norm else None
+        self.sinks = nnx.Param(make("sinks", (config.kv_heads, group))) if config.sinks else None
         self.o = nnx.Param(make("o", (config.hidden_size, config.kv_heads, group, config.head_dim)))
         self.o_bias = nnx.Param(make("o_bias", (config.hidden_size,))) if config.o_bias else None
 
@@ -89,12 +88,15 @@ class Attention(nnx.Module):
         qkv = linear(x, self.qkv[...], self.qkv_bias)  # [tokens, kv_heads, group + 2, head_dim]
         q, keys, values = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
-            q, keys = rms_norm(q, self.q_norm, self.eps), rms_norm(keys, self.k_norm, self.eps)
+            q = rms_norm(q, self.q_norm, self.eps, self.norm_offset)
+            keys = rms_norm(keys, self.k_norm, self.eps, self.norm_offset)
         q, keys = rotate(q, rope), rotate(keys, rope)
         tokens, kv_heads, group, head_dim = q.shape
         q = q.reshape(tokens, kv_heads * group, head_dim)
         q, keys, values = (a.astype(x.dtype) for a in (q, keys, values))
-        out, pool = paged_attention(pool, q, keys, values, inputs, layer, Scoring(head_dim**-0.5, self.window))
+        scoring = Scoring(self.scale, self.window, self.soft_cap)
+        sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
+        out, pool = paged_attention(pool, q, keys, values, inputs, layer, scoring, sinks)
         return linear(out.reshape(tokens, kv_heads, group, head_dim), self.o[...], self.o_bias), pool
 
 
@@ -103,6 +105,7 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ModelConfig, make: MakeLayerParameter) -> None:
         hidden, mlp = config.hidden_size, config.mlp_size
+        self.activation = config.activation
         self.gate_up = nnx.Param(make("gate_up", (2, mlp, hidden)))
         self.gate_up_bias = nnx.Param(make("gate_up_bias", (2, mlp))) if config.mlp_bias else None
         self.down = nnx.Param(make("down", (hidden, mlp)))
@@ -110,5 +113,5 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x` `[tokens, hidden]` -> float32 `[tokens, hidden]`."""
-        inner = swiglu(linear(x, self.gate_up[...], self.gate_up_bias)).astype(x.dtype)
+        inner = self.activation(linear(x, self.gate_up[...], self.gate_up_bias)).astype(x.dtype)
         return linear(inner, self.down[...], self.down_bias)

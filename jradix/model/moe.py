@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jradix.model.config import ModelConfig
-from jradix.model.layers import MakeLayerParameter, linear, swiglu
+from jradix.model.layers import MakeLayerParameter, linear
 
 MIN_TILE_LEN, MAX_TILE_LEN = 8, 128  # 8 rows are one register tile of a TPU; above 128 padding costs more than it saves
 
@@ -30,6 +30,7 @@ class Experts(nnx.Module):
         router: `[experts, hidden]`.
         gate_up: `[experts, 2, mlp, hidden]`, `[layers, experts, ...]` when stacked.
         down: `[experts, hidden, mlp]`, likewise.
+        router_bias, gate_up_bias, down_bias: without the last axis of these, in families that have them.
     """
 
     def __init__(self, config: ModelConfig, make: MakeLayerParameter) -> None:
@@ -38,14 +39,20 @@ class Experts(nnx.Module):
         self.router = nnx.Param(make("router", (experts, hidden)))
         self.gate_up = ExpertParam(make("expert_gate_up", (experts, 2, mlp, hidden)))
         self.down = ExpertParam(make("expert_down", (experts, hidden, mlp)))
+        bias = config.expert_bias
+        self.router_bias = nnx.Param(make("router_bias", (experts,))) if bias else None
+        self.gate_up_bias = nnx.Param(make("expert_gate_up_bias", (experts, 2, mlp))) if bias else None
+        self.down_bias = nnx.Param(make("expert_down_bias", (experts, hidden))) if bias else None
+        self.activation = config.activation
 
     def __call__(self, x: jax.Array, slot: jax.Array | int) -> jax.Array:
         """`x` `[tokens, hidden]` -> float32 `[tokens, hidden]`; `slot` is the layer's place in its stack."""
-        scores = jax.nn.softmax(linear(x, self.router[...]), axis=-1)
+        scores = jax.nn.softmax(linear(x, self.router[...], self.router_bias), axis=-1)
         weights, chosen = jax.lax.top_k(scores, self.experts_per_token)  # both [tokens, experts_per_token]
         if self.normalize:
             weights /= weights.sum(axis=-1, keepdims=True)
-        return jnp.sum(self._outputs(x, chosen, slot) * weights[:, :, None], axis=1)
+        out = jnp.sum(self._outputs(x, chosen, slot) * weights[:, :, None], axis=1)
+        return out if self.down_bias is None else out + _mixed(self.down_bias[...], weights, chosen)
 
     def _outputs(self, x: jax.Array, chosen: jax.Array, slot: jax.Array | int) -> jax.Array:
         """Each chosen expert's output for its token: float32 `[tokens, experts_per_token, hidden]`."""
@@ -62,12 +69,22 @@ class Experts(nnx.Module):
         def step(tile: jax.Array, out: jax.Array) -> jax.Array:
             start, expert = tile * tile_len, tile_expert[tile]
             rows = x[jax.lax.dynamic_slice_in_dim(token, start, tile_len)]
-            inner = swiglu(linear(rows, gate_up[slot, expert])).astype(x.dtype)
+            inner = linear(rows, gate_up[slot, expert])
+            if self.gate_up_bias is not None:
+                inner += self.gate_up_bias[...][expert].astype(jnp.float32)
+            inner = self.activation(inner).astype(x.dtype)
             return jax.lax.dynamic_update_slice_in_dim(out, linear(inner, down[slot, expert]), start, axis=0)
 
         out = jnp.zeros((len(token), x.shape[1]), jnp.float32)
         out = jax.lax.fori_loop(0, num_tiles, step, out)
         return out[place].reshape(tokens, -1, x.shape[1])
+
+
+def _mixed(per_expert: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Sum of rows of `[experts, hidden]` by the weights of the `chosen` ones: float32 `[tokens, hidden]`."""
+    dense = jnp.zeros((len(weights), len(per_expert)), jnp.float32)
+    dense = dense.at[jnp.arange(len(weights))[:, None], chosen].set(weights)
+    return jnp.dot(dense, per_expert.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def _tile_len(pairs: int, experts: int) -> int:

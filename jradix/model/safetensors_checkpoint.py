@@ -72,15 +72,22 @@ class SafetensorsCheckpoint:
         return tuple(self._files[name][1].get_slice(name).get_shape())
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
+        array = self._read(name, _DTYPES)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def read_bytes(self, name: str) -> np.ndarray:
+        """Returns a tensor of bytes, in which quantised numbers are packed. Raises as ``read``."""
+        return self._read(name, ("U8",))
+
+    def _read(self, name: str, dtypes: tuple[str, ...]) -> np.ndarray:
         path, file = self._files[name]
         stored = file.get_slice(name).get_dtype()
-        if stored not in _DTYPES:
-            raise CheckpointError(f"{path}: expected {name} in one of {_DTYPES}, found {stored}")
+        if stored not in dtypes:
+            raise CheckpointError(f"{path}: expected {name} in one of {dtypes}, found {stored}")
         try:
-            array: np.ndarray = file.get_tensor(name)
+            return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
-        return array if dtype is None else array.astype(dtype, copy=False)
 
 
 def _open(path: Path) -> Any:

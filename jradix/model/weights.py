@@ -120,7 +120,7 @@ def random_transformer(
 
     def fill(view: np.ndarray, name: str, layer: int | None) -> None:
         if name.endswith(("norm", "bias")):
-            view[...] = 1 if name.endswith("norm") else 0
+            view[...] = 1 - config.norm_offset if name.endswith("norm") else 0
             return
         rng = np.random.default_rng([seed, zlib.crc32(name.encode()), 0 if layer is None else layer])
         fan_in = math.prod(view.shape[1:]) if name == "o" else view.shape[-1]
@@ -188,9 +188,11 @@ def _full_name(part: Part, layer: int | None) -> str:
 
 def _place(view: np.ndarray, part: Part, tensor: np.ndarray) -> None:
     """A function of its own, so that the tensor is gone before the next is read."""
-    for rows, index in part.places:
-        place = view[index]
-        place[...] = tensor[rows].reshape(place.shape)
+    if part.axes is not None:
+        tensor = tensor.transpose(part.axes)
+    for source, target in part.places:
+        place = view[target]
+        place[...] = tensor[source].reshape(place.shape)
 
 
 def check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> None:

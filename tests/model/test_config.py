@@ -21,6 +21,15 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 320,
 }
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "sliding_window": 8}
+GEMMA3 = {**GEMMA2, "architectures": ["Gemma3ForCausalLM"]}
+GPT_OSS = {
+    **LLAMA,
+    "architectures": ["GptOssForCausalLM"],
+    "num_experts_per_tok": 4,
+    "num_local_experts": 8,
+    "sliding_window": 8,
+}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
 
@@ -49,6 +58,38 @@ def test_old_and_new_spelling_of_rope_are_the_same() -> None:
     assert ModelConfig.from_hf({**LLAMA, "rope_theta": 5e5, "rope_scaling": None}).rope.theta == 5e5
 
 
+def test_gemma_3_has_a_rope_for_each_kind_of_layer_in_both_spellings() -> None:
+    old = {**GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    new = {**GEMMA3, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    config = ModelConfig.from_hf(old)
+    assert (config.rope, config.window_rope) == (RopeConfig("linear", 1e6, 256, 8.0), RopeConfig("default", 1e4, 256))
+    assert ModelConfig.from_hf(new) == config
+    bare = ModelConfig.from_hf(GEMMA3)
+    assert (bare.rope, bare.window_rope) == (RopeConfig("default", 1e6, 256), RopeConfig("default", 1e4, 256))
+    with pytest.raises(UnsupportedModelError, match="rope_theta"):
+        ModelConfig.from_hf({**GEMMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+
+
+def test_gpt_oss_as_it_is_published_is_read() -> None:
+    """With fields twice under two names, and rope parameters that are the defaults."""
+    scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    rope = {"rope_theta": 150000, "rope_scaling": {"rope_type": "yarn", "truncate": False, **scaling}}
+    config = ModelConfig.from_hf(GPT_OSS | rope | {"experts_per_token": 4, "initial_context_length": 4096})
+    assert config.rope == RopeConfig("yarn", 150000.0, 64, 32.0, 4096, truncate=False)
+    assert (config.experts, config.experts_per_token, config.expert_mlp_size, config.normalize_experts) == (
+        8,
+        4,
+        96,
+        True,
+    )
+    assert (config.activation.alpha, config.activation.limit) == (1.702, 7.0)
+    assert config.qkv_bias
+    assert config.o_bias
+    assert ModelConfig.from_hf(GPT_OSS) == config
+
+
 def test_windows_follow_each_family() -> None:
     def windows(**fields: Any) -> tuple[int | None, ...]:
         return ModelConfig.from_hf({**QWEN2, **fields}).windows
@@ -59,6 +100,27 @@ def test_windows_follow_each_family() -> None:
     assert windows(sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, None)
     moe = {**MOE, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
     assert ModelConfig.from_hf(moe).windows == (8, 8, 8)
+    assert ModelConfig.from_hf(GEMMA2).windows == (8, None, 8)
+    assert ModelConfig.from_hf({**GPT_OSS, "layer_types": types}).windows == (8, None, None)
+    assert ModelConfig.from_hf({**GEMMA3, "num_hidden_layers": 8}).windows == (*[8] * 5, None, 8, 8)
+    assert ModelConfig.from_hf({**GEMMA3, "sliding_window_pattern": 2}).windows == (8, None, 8)
+
+
+def test_soft_caps_may_be_switched_off() -> None:
+    def caps(config: dict[str, Any]) -> tuple[float | None, float | None]:
+        parsed = ModelConfig.from_hf(config)
+        return parsed.attention_soft_cap, parsed.logit_soft_cap
+
+    assert caps(GEMMA2) == (50.0, 30.0)
+    assert caps({**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": 20.0}) == (None, 20.0)
+    assert caps(GEMMA3) == (None, None)
+
+
+def test_the_newer_name_of_the_activation_goes_first() -> None:
+    ModelConfig.from_hf({**GEMMA2, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"})
+    for fields in ({"hidden_activation": "gelu"}, {"hidden_act": "silu"}):
+        with pytest.raises(UnsupportedModelError, match="jradix has gelu_pytorch_tanh"):
+            ModelConfig.from_hf(GEMMA2 | fields)
 
 
 def test_experts_stand_where_step_and_list_say() -> None:
@@ -132,6 +194,8 @@ def test_fields_that_change_nothing_are_accepted() -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({**GEMMA2, "sliding_window": None}, "sliding_window is null"),
+        ({**GEMMA2, "layer_types": ["sliding_attention"]}, "num_hidden_layers=3 entries, got 1"),
     ],
 )
 def test_values_that_make_no_sense_are_named(fields: dict[str, Any], named: str) -> None:
@@ -144,9 +208,10 @@ def test_missing_sizes_are_named() -> None:
         ModelConfig.from_hf({"architectures": ["LlamaForCausalLM"]})
 
 
-def test_more_chosen_experts_than_there_are_is_refused() -> None:
+@pytest.mark.parametrize("config", [MOE, GPT_OSS])
+def test_more_chosen_experts_than_there_are_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="num_experts_per_tok=9"):
-        ModelConfig.from_hf({**MOE, "num_experts_per_tok": 9})
+        ModelConfig.from_hf({**config, "num_experts_per_tok": 9})
 
 
 def test_partial_rotary_is_known_to_phi3_alone(tiny_path: Callable[[str], Path]) -> None:

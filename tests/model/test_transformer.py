@@ -16,17 +16,19 @@ from jradix.model.checkpoint import open_checkpoint
 from jradix.model.config import ModelConfig
 from jradix.model.layers import linear
 from jradix.model.transformer import LayerLoop, Transformer
-from jradix.model.weights import load_transformer, random_transformer
+from jradix.model.weights import abstract_transformer, load_transformer, random_transformer
 from tests.model.paged_driver import PagedDriver, Row, step
 
 TOLERANCE = 2e-4
 NAMES = [
+    *("gemma2", "gemma3_text", "gpt_oss"),
     *("llama", "llama3_rope", "llama_bias_yarn", "llama_linear", "llama_mqa", "mistral_head", "mistral_window"),
     *("phi3", "phi3_partial", "qwen2", "qwen2_mixed_window", "qwen2_untied", "qwen3", "qwen3_wide"),
     *("qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sparse_step"),
 ]
-# Full attention, a window, experts among dense layers: what decode rows, chunks and mixed steps are tried on.
-STRUCTURES = ["llama", "mistral_window", "qwen3_moe_mixed"]
+# Full attention, a window in every other layer beside sinks, experts among dense layers: what decode rows, chunks and
+# mixed steps are tried on.
+STRUCTURES = ["llama", "gpt_oss", "qwen3_moe_mixed"]
 
 
 @lru_cache(maxsize=4)
@@ -74,7 +76,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tiny_path
             )
 
 
-@pytest.mark.parametrize("name", ["llama_bias_yarn", "qwen2_mixed_window", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_bias_yarn", "gemma3_text", "qwen3_moe"])
 def test_a_scan_over_layers_gives_the_same_logits(name: str, tiny_path: Callable[[str], Path]) -> None:
     check_prompts(PagedDriver(load(tiny_path(name), "scan"), page_size=4), Golden(tiny_path(name)))
 
@@ -158,14 +160,20 @@ def test_parameters_are_a_plain_tree_of_arrays_and_both_loops_have_the_same(tiny
         np.testing.assert_array_equal(*pair)
 
 
-def test_a_scan_stacks_runs_of_equal_layers_only(tiny_path: Callable[[str], Path]) -> None:
-    def groups(name: str) -> tuple[range, ...]:
-        return load(tiny_path(name), "scan").layer_groups
+def test_a_scan_stacks_equal_layers_in_as_few_blocks_as_their_pattern_allows(tiny_path: Callable[[str], Path]) -> None:
+    def groups(name: str, **fields: object) -> tuple[tuple[range, ...], ...]:
+        config = ModelConfig.from_hf(open_checkpoint(tiny_path(name)).config | fields)
+        return abstract_transformer(config, dtype=np.float32, layer_loop="scan").layer_groups
 
-    assert groups("llama") == (range(3),)
-    assert groups("qwen2_mixed_window") == (range(1), range(1, 4))
-    assert groups("qwen3_moe_mixed") == (range(1), range(1, 2), range(2, 3))
-    assert load(tiny_path("llama"), "unroll").layer_groups == (range(1), range(1, 2), range(2, 3))
+    assert groups("llama") == ((range(3),),)
+    assert groups("qwen2_mixed_window") == ((range(1),), (range(1, 4),))
+    assert groups("qwen3_moe_mixed") == ((range(1),), (range(1, 2),), (range(2, 3),))
+    assert groups("gpt_oss") == ((range(0, 4, 2), range(1, 4, 2)),)
+    assert groups("gemma2", num_hidden_layers=5, layer_types=None) == ((range(1),), (range(1, 5, 2), range(2, 5, 2)))
+    assert groups("gemma3_text") == ((range(5),), (range(5, 6),), (range(6, 7),))
+    sixes = tuple(range(place, 30, 6) for place in range(6))
+    assert groups("gemma3_text", num_hidden_layers=34, layer_types=None) == (sixes, (range(30, 34),))
+    assert load(tiny_path("llama"), "unroll").layer_groups == ((range(1),), (range(1, 2),), (range(2, 3),))
 
 
 def test_logits_at_chooses_tokens_and_clamps(tiny_path: Callable[[str], Path]) -> None:

@@ -77,7 +77,7 @@ def test_tensors_that_repeat_what_is_known_are_ignored(tiny_path: Callable[[str]
 
 
 @pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe", "gemma2", "gpt_oss"])
 def test_every_tensor_is_read_once(name: str, layer_loop: LayerLoop, tiny_path: Callable[[str], Path]) -> None:
     source = Tensors.like(tiny_path(name))
     load(source, layer_loop)
@@ -139,7 +139,7 @@ def test_random_weights_keep_activations_in_range_and_repeat(tiny_path: Callable
 
 
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe_mixed", "phi3", "qwen2_mixed_window"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe_mixed", "phi3", "qwen2_mixed_window", "gpt_oss"])
 def test_replaced_parameters_are_those_of_a_fresh_model(
     tiny_path: Callable[[str], Path], name: str, layer_loop: LayerLoop
 ) -> None:

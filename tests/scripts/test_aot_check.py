@@ -38,6 +38,10 @@ def test_estimates_are_bytes_over_bandwidth_and_operations_over_peak(check: Any)
     weights, kv = 15.0e9, 64 * 1024 * 2 * 32 * 8 * 128 * 2  # without the embedding, which is not read whole
     assert found.decode_ms == pytest.approx(1e3 * (weights + kv) / 1640e9, rel=0.01)
     assert found.prefill_ms == pytest.approx(1e3 * 2 * 6.98e9 * 2048 / 918e12, rel=0.05)  # and a little attention
+    assert check.seen_pairs(5, 2) == 1 + 2 * 4
+    assert check.seen_pairs(5, 9) == 15
+    active = check.estimate("v6e", "gpt-oss-20b").prefill_ms
+    assert active == pytest.approx(1e3 * 2 * 3.0e9 * 2048 / 918e12, rel=0.1), "of 3.6B, without embedding and head"
     assert found.fits
     assert not check.estimate("v5e", "llama-3.1-8b").fits
 

@@ -213,6 +213,7 @@ def test_a_reader_that_stalls_holds_up_nobody_and_takes_little_memory(
     http: httpx2.Client, server: ServerProcess
 ) -> None:
     """Its stream would be more than 20 MB; the engine computes all of it, and others are served meanwhile."""
+    http.get("/health")  # the client's own connection is there from now on
     num_files = len(server.open_files())
     body = long_body(stream=True, rid="stalled", return_logprob=True, top_logprobs_num=8)
     with socket.socket() as reader:

@@ -6,13 +6,14 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
 
 from jradix.config import EngineConfig
 from jradix.server.app import make_app
-from jradix.server.client import EngineClient, EngineMain
+from jradix.server.client import EngineClient, EngineDeadError, EngineMain
 from jradix.server.config import ServerConfig
 from jradix.server.engine_process import main
 from jradix.server.metrics import Metrics
@@ -95,11 +96,13 @@ class _Server(uvicorn.Server):
         engine, limit = self._service.engine, time.monotonic() + self._service.config.drain_seconds
         while time.monotonic() < limit and not self._is_hurried and not engine.dead:
             await asyncio.sleep(_POLL_SECONDS)
-        limit = time.monotonic() + _SECONDS_TO_TELL
-        while time.monotonic() < limit:  # again, since a request may be on its way to the engine
-            if not engine.dead and (num_aborted := await engine.call("abort_all", "the server is shutting down")):
-                LOG.warning("aborted %d requests that have not ended in time", num_aborted)
-            await asyncio.sleep(_POLL_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SECONDS_TO_TELL):
+                while True:  # since a request may be on its way to the engine
+                    with suppress(EngineDeadError):
+                        if num_aborted := await engine.call("abort_all", "the server is shutting down"):
+                            LOG.warning("aborted %d requests that have not ended in time", num_aborted)
+                    await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

@@ -7,6 +7,7 @@ TPU_SKIP_MDS_QUERY=1.
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
+
+from jradix.model.sharding import TENSOR_AXIS
 
 H200 = """
 gpu_device_info {
@@ -31,12 +35,16 @@ device_description_str: "NVIDIA H200"
 """
 
 
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A device to compile for.
 
     Attributes:
         topology: libtpu's name for a small arrangement of such chips.
+        large_topology: for one of 8 devices.
         device: what `ops.choose` asks for.
         memory_bytes: of one device.
         bandwidth: bytes a second between the device and its memory, by its maker.
@@ -45,36 +53,45 @@ class Target:
 
     platform: Literal["tpu", "gpu"]
     topology: str
+    large_topology: str
     device: str
     memory_bytes: float
     bandwidth: float
     flops: float
 
-    def mesh(self) -> Mesh:
-        """One device, on an axis "tp". Raises where the plug-in that holds the compiler is not installed."""
+    def mesh(self, devices: int = 1) -> Mesh:
+        """So many devices on the axis TENSOR_AXIS. Raises where the plug-in with the compiler is not installed."""
         if self.platform == "tpu":
             os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so another process may do the same
-            described = topologies.get_topology_desc(topology_name=self.topology, platform="tpu")
+            topology = self.topology if devices <= 4 else self.large_topology
+            described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
         else:
             described = topologies.get_topology_desc(
                 topology_name=self.topology, platform="cuda", target_config=H200, topology=self.topology
             )
-        return Mesh(np.array(described.devices[:1]), ("tp",))
+        assert len(described.devices) >= devices, f"{self} has {len(described.devices)} devices"
+        return Mesh(np.array(described.devices[:devices]), (TENSOR_AXIS,))
 
-    def compile(self, jitted: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
-        """The program of a jitted function for one device.
+    def compile(self, jitted: Any, *args: Any, mesh: Mesh | None = None, static: tuple[Any, ...] = ()) -> Compiled:
+        """The program of a jitted function for a mesh of such devices, by default of one.
 
-        args: trees of arrays, or of anything with a shape and a dtype. static: the function's static arguments.
+        args: trees of arrays, or of anything with a shape and a dtype; every device gets those without a sharding on
+            the mesh. static: the function's static arguments, after these.
         """
-        mesh = self.mesh()
-        sharding = NamedSharding(mesh, PartitionSpec())
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+        mesh = mesh or self.mesh()
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            there = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if there else everywhere)
+
+        shapes = jax.tree.map(placed, args)
         platform = "cuda" if self.platform == "gpu" else "tpu"
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask which chip it is while they are traced
-            return jitted.trace(*shapes, **static).lower(lowering_platforms=(platform,)).compile()
+            return jitted.trace(*shapes, *static).lower(lowering_platforms=(platform,)).compile()
 
 
-def copied_shapes(program: jax.stages.Compiled) -> set[tuple[int, ...]]:
+def copied_shapes(program: Compiled) -> set[tuple[int, ...]]:
     """Shapes of all copies in a compiled program, their sizes sorted: a transposed copy is one too.
 
     Not those into a TPU's VMEM, memory space 1, which are how it reads what it is about to use.
@@ -83,11 +100,16 @@ def copied_shapes(program: jax.stages.Compiled) -> set[tuple[int, ...]]:
     return {tuple(sorted(map(int, sizes.split(",")))) for sizes, layout in copies if "S(1)" not in layout}
 
 
+def collectives(program: Compiled) -> Counter[str]:
+    """How many of each kind of communication between devices a program has; those of a loop's body count once."""
+    return Counter(re.findall(rf"\b({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text() or ""))
+
+
 TARGETS = {
-    "v5e": Target("tpu", "v5e:2x2", "TPU v5 lite", 16e9, 819e9, 197e12),
-    "v5p": Target("tpu", "v5p:2x2x1", "TPU v5", 95e9, 2765e9, 459e12),
-    "v6e": Target("tpu", "v6e:2x2", "TPU v6 lite", 32e9, 1640e9, 918e12),
+    "v5e": Target("tpu", "v5e:2x2", "v5e:2x4", "TPU v5 lite", 16e9, 819e9, 197e12),
+    "v5p": Target("tpu", "v5p:2x2x1", "v5p:2x2x2", "TPU v5", 95e9, 2765e9, 459e12),
+    "v6e": Target("tpu", "v6e:2x2", "v6e:2x4", "TPU v6 lite", 32e9, 1640e9, 918e12),
     # A chip is two devices, each with half of its 192 GiB, 7.4 TB/s and 2.3 PFLOP/s.
-    "tpu7x": Target("tpu", "tpu7x:2x2x1", "TPU7x", 96e9, 3690e9, 1153e12),
-    "h200": Target("gpu", "1x1x1", "9.0", 141e9, 4800e9, 989e12),
+    "tpu7x": Target("tpu", "tpu7x:2x2x1", "tpu7x:2x2x1", "TPU7x", 96e9, 3690e9, 1153e12),
+    "h200": Target("gpu", "1x1x1", "1x1x1", "9.0", 141e9, 4800e9, 989e12),
 }

@@ -100,7 +100,6 @@ class EngineConfig:
         in_range = isinstance(fraction, float) and 0 < fraction < 1
         _require(fraction is None or in_range, self, "mem_fraction_static", "None or a float between 0 and 1")
         _require(isinstance(self.model_path, str | os.PathLike), self, "model_path", "a path or a hub id")
-        _require(self.tp_size == 1, self, "tp_size", "1: this version runs on one device")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

@@ -220,6 +220,8 @@ class Core:
             "num_waiting_requests": len(self.scheduler.waiting),
             "num_retractions": self.scheduler.num_retractions,
             "num_compiled_programs": self.runner.num_compiled,
+            "weight_bytes_per_device": self.runner.weight_bytes_per_device,
+            "pool_bytes_per_device": self.runner.pool_bytes_per_device,
             "cache": self.cache_report(),
         }
 

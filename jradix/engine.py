@@ -34,7 +34,7 @@ from jradix.validation import is_sequence
 
 
 class Engine:
-    """Runs a model on one device, sharing the KV of common prefixes between all requests it has ever seen.
+    """Runs a model on one device or several, sharing the KV of common prefixes between all requests it has ever seen.
 
     The model runs on a thread of its own. Every method may be called from any thread, from an interrupt or within a
     running event loop, and all requests alive share the same steps.
@@ -233,7 +233,7 @@ class Engine:
             ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may
                 come in the middle: then the engine stands still until another update succeeds.
         """
-        replace = startup.weights_to_replace(self.config, self.model_config, weights)
+        replace = startup.weights_to_replace(self.config, self.runner.sharding, weights)
         return self._loop.call(partial(self._core.update_weights, replace))
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:

@@ -1,15 +1,32 @@
-"""The device and what follows from its kind: defaults that differ between CPU, GPU and TPU stand here alone."""
+"""The devices and what follows from their kind: defaults that differ between CPU, GPU and TPU stand here alone."""
 
 import os
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+from jradix.model.sharding import TENSOR_AXIS, Device
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.ops import Kernels, choose
 
 CPU_POOL_FRACTION = 0.1  # of free host memory, which every other program shares
 ACCELERATOR_FRACTION = 0.85  # of the device, for weights and pool; the rest is for the step's temporaries
+
+
+def tensor_mesh(tp_size: int, devices: Sequence[Device] | None = None) -> Mesh:
+    """The first `tp_size` of the devices, by default of all that jax has, on one axis.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    devices = jax.devices() if devices is None else devices
+    if tp_size > len(devices):
+        hint = ": set XLA_FLAGS=--xla_force_host_platform_device_count=N to try it out" if _is_cpu(devices) else ""
+        raise ValueError(f"tp_size must be at most {len(devices)}, the number of devices here, got {tp_size}{hint}")
+    return Mesh(np.array(devices[:tp_size]), (TENSOR_AXIS,))
 
 
 def default_layer_loop() -> Literal["scan", "unroll"]:
@@ -33,12 +50,19 @@ def compiler_options() -> dict[str, Any]:
     return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
 
 
-def pool_budget_bytes(mem_fraction_static: float | None) -> int:
-    """Bytes that the KV pool may take, now that the weights are on the device."""
-    device = jax.devices()[0]
+def pool_budget_bytes(mem_fraction_static: float | None, devices: Sequence[Device]) -> int:
+    """Bytes of each of the devices that the KV pool may take, now that the weights are there: what the fullest allows.
+
+    Devices of other processes are not asked, and a CPU's share the memory of the host.
+    """
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    return min(_device_budget_bytes(mem_fraction_static, device, len(local)) for device in local)
+
+
+def _device_budget_bytes(mem_fraction_static: float | None, device: Device, sharers: int) -> int:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats is None or "bytes_limit" not in stats:
-        return int((mem_fraction_static or CPU_POOL_FRACTION) * _free_host_bytes())
+        return int((mem_fraction_static or CPU_POOL_FRACTION) * _free_host_bytes() / sharers)
     return int(stats["bytes_limit"] * (mem_fraction_static or ACCELERATOR_FRACTION)) - stats["bytes_in_use"]
 
 
@@ -53,6 +77,10 @@ def device_description() -> str:
     device = jax.devices()[0]
     kind = device.device_kind
     return kind if kind == device.platform else f"{device.platform} ({kind})"
+
+
+def _is_cpu(devices: Sequence[Device]) -> bool:
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _free_host_bytes() -> int:

@@ -26,12 +26,12 @@ class Programs:
         self.compiler_options = compiler_options
         self.sealed = False
 
-    def compile(self, name: ProgramName, jitted: jax.stages.Wrapped, *args: Any, **static: Any) -> jax.stages.Compiled:
+    def compile(self, name: ProgramName, jitted: jax.stages.Wrapped, *args: Any) -> jax.stages.Compiled:
         """The program of this name; a new one is compiled for arguments like these, or for their shapes."""
         if name not in self.compiled:
             if self.sealed:
                 raise UnplannedCompilationError(f"{' '.join(map(str, name))} was not compiled by the warm-up")
-            self.compiled[name] = jitted.lower(*args, **static).compile(self.compiler_options)
+            self.compiled[name] = jitted.lower(*args).compile(self.compiler_options)
         return self.compiled[name]
 
     def launch(self, name: ProgramName, jitted: jax.stages.Wrapped, *args: Any) -> Any:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from jradix.logit_processor import (
 )
 from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
 from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs, logprobs, prompt_logprobs
+from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
@@ -85,8 +87,12 @@ class Runner:
     T + widths more: penalties, biases, mask, each processor and log-probabilities for each of LOGPROB_WIDTHS; counts
     made and set; hidden states of prompt tokens picked out, and their log-probabilities for each width.
 
+    On several devices each program runs on all of them. Parameters, pool, logits and counts are split, as `sharding`
+    says; the rest, and so what comes back to the host, every device has.
+
     Attributes:
         parameters: the model's, as a flat list.
+        sharding: how the model is split over devices.
         programs: all that is compiled.
         max_prompt_logprobs: entries for prompt tokens in `PromptLogprobInputs`: all of a step's.
     """
@@ -94,6 +100,7 @@ class Runner:
     def __init__(
         self,
         model: Transformer,
+        sharding: Sharding,
         layout: KVLayout,
         kernels: Kernels,
         dtype: Any,
@@ -102,19 +109,26 @@ class Runner:
         *,
         strict: bool = False,
     ) -> None:
-        self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels)
-        self._copy_pages = jit_copies(layout.num_pages)
-        self._sample = jax.jit(_sample_and_store, donate_argnums=1)
+        everywhere, logits = sharding.replicated, sharding.logits
+        counts = logits  # [max_slots + 1, vocab]
+        self.sharding = sharding
+        self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels, sharding)
+        self._copy_pages = jit_copies(layout.num_pages, sharding)
+        self._sample = _jit(
+            _sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
+        )
         self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
-        self._no_counts = jax.jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32))
-        self._set_counts = jax.jit(set_counts, donate_argnums=0)
-        self._penalize = jax.jit(penalize, donate_argnums=1)
-        self._add_bias, self._apply_mask = jax.jit(add_bias), jax.jit(apply_mask)
+        self._no_counts = _jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32), (), counts)
+        self._set_counts = _jit(set_counts, (counts, everywhere, everywhere), counts, donate=0)
+        self._penalize = _jit(penalize, (logits, counts, everywhere, everywhere), (logits, counts), donate=1)
+        self._add_bias = _jit(add_bias, (logits, everywhere), logits)
+        self._apply_mask = _jit(apply_mask, (logits, everywhere), logits)
         self._processors: dict[LogitProcessor, jax.stages.Wrapped] = {}
-        self._logprobs, self._pick = jax.jit(_packed_logprobs), jax.jit(_pick)
+        self._logprobs = _jit(_packed_logprobs, (logits, everywhere, everywhere), everywhere)
+        self._pick = _jit(_pick, (everywhere, everywhere), everywhere)
         block = min(PROMPT_BLOCK, buckets.extend_tokens[-1])
         self.max_prompt_logprobs = -(-buckets.extend_tokens[-1] // block) * block
-        self._prompt_logprobs = jit_prompt_logprobs(model, block)
+        self._prompt_logprobs = jit_prompt_logprobs(model, block, sharding)
         self.programs = Programs(mesh.compiler_options())
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
         self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
@@ -134,10 +148,18 @@ class Runner:
     def pool(self) -> jax.Array:
         return self._pool
 
+    @property
+    def weight_bytes_per_device(self) -> int:
+        return sum(map(_bytes_per_device, self.parameters))
+
+    @property
+    def pool_bytes_per_device(self) -> int:
+        return _bytes_per_device(self._pool)
+
     def reset(self) -> None:
         """A pool of zeros and no counts: at the start, and after a step that failed with them in its hands."""
-        self._pool = allocate_pool(self._layout, self._dtype)
-        self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32)
+        self._pool = allocate_pool(self._layout, self._dtype, self.sharding.pool)
+        self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32, device=self.sharding.replicated)
         self._counts: jax.Array | None = None
 
     def close(self) -> None:
@@ -173,7 +195,9 @@ class Runner:
                 "compiled then: give it to runner.register_processor first"
             )
         check_processor(processor, self._vocab_size)
-        self._processors[processor] = jax.jit(partial(apply_processor, processor=processor))
+        logits, everywhere = self.sharding.logits, self.sharding.replicated
+        process = partial(apply_processor, processor=processor)
+        self._processors[processor] = _jit(process, (logits, everywhere, everywhere), logits)
 
     def launch_forward(
         self, shape: StepShape, arrays: npt.NDArray[np.int32], copies: npt.NDArray[np.int32] | None = None
@@ -185,7 +209,7 @@ class Runner:
             arrays: what it computes, of `build_arrays`.
             copies: pages to copy first, `[2, max_copies]`, see there.
         """
-        forward = self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape=shape)
+        forward = self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape)
         if copies is not None:
             self.copy_pages(copies)
         logits, hidden, slots, self._pool = forward(*self._state(), arrays)
@@ -249,7 +273,7 @@ class Runner:
     def compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
         """The program of one bucket."""
         arrays = _int32(packed_len(shape))
-        return self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape=shape)
+        return self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape)
 
     def _compile_features(self) -> None:
         """Whatever a request may ask for: the names and shapes that the methods below launch."""
@@ -323,18 +347,22 @@ class Runner:
 
 
 def jit_forward(
-    model: Transformer, pages_per_layer: int, kernels: Kernels
+    model: Transformer, pages_per_layer: int, kernels: Kernels, sharding: Sharding
 ) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
     """The forward pass of a step, and its parameters, a flat list, because jax walks them on every launch.
 
-    `(parameters, pool, next_tokens, arrays, *, shape) -> (logits, hidden, sample_slots, pool)`. The pool is donated. A
-    token id `-1 - slot` is looked up in `next_tokens`.
+    `(parameters, pool, next_tokens, arrays, shape) -> (logits, hidden, sample_slots, pool)`. The pool is donated. A
+    token id `-1 - slot` is looked up in `next_tokens`. On several devices each of them runs the function on its shards,
+    and nothing is sent but the sums that the model asks for.
     """
     graph, state = nnx.split(model)
     parameters, structure = jax.tree.flatten(state)
+    everywhere = sharding.replicated
+    inputs = ([parameter.sharding for parameter in parameters], sharding.pool, everywhere, everywhere)
+    outputs = (sharding.logits, everywhere, everywhere, sharding.pool)
 
     def forward(
-        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, *, shape: StepShape
+        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, shape: StepShape
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
         step = StepArrays.unpack(arrays, shape, pages_per_layer, kernels)
@@ -342,33 +370,57 @@ def jit_forward(
         logits, hidden, pool = merged(token_ids, pool, step.attention, step.logits_at)
         return logits, hidden, step.sample_slots, pool
 
-    return jax.jit(forward, donate_argnums=1, static_argnames="shape"), parameters
+    def on_each_device(
+        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, shape: StepShape
+    ) -> Any:
+        specs = jax.tree.map(lambda place: place.spec, (inputs, outputs))
+        local = jax.shard_map(
+            partial(forward, shape=shape), mesh=sharding.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+        return local(parameters, pool, next_tokens, arrays)
+
+    function = forward if sharding.axis is None else on_each_device
+    return _jit(function, inputs, outputs, donate=1, static_argnums=4), parameters
 
 
-def jit_copies(pages_per_layer: int) -> jax.stages.Wrapped:
+def jit_copies(pages_per_layer: int, sharding: Sharding) -> jax.stages.Wrapped:
     """`copy_pages` with the pool donated."""
-    return jax.jit(partial(copy_pages, pages_per_layer=pages_per_layer), donate_argnums=0)
+    copy = partial(copy_pages, pages_per_layer=pages_per_layer)
+    return _jit(copy, (sharding.pool, sharding.replicated), sharding.pool, donate=0)
 
 
-def jit_prompt_logprobs(model: Transformer, block: int) -> jax.stages.Wrapped:
+def jit_prompt_logprobs(model: Transformer, block: int, sharding: Sharding) -> jax.stages.Wrapped:
     """Log-probabilities of prompt tokens, `block` of them at a time.
 
     `(parameters, hidden, tokens, given_ids) -> packed`, for `jit_forward`'s parameters and what `_pick` gives; see
     `logprobs.prompt_logprobs` and `PromptLogprobInputs`.
     """
     graph, state = nnx.split(model)
-    structure = jax.tree.structure(state)
+    parameters, structure = jax.tree.flatten(state)
+    everywhere = sharding.replicated
 
     def run(parameters: list[jax.Array], hidden: jax.Array, tokens: jax.Array, given_ids: jax.Array) -> jax.Array:
         merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
         return prompt_logprobs(hidden, tokens[1], given_ids, merged.logits, block=block)
 
-    return jax.jit(run)
+    inputs = ([parameter.sharding for parameter in parameters], everywhere, everywhere, everywhere)
+    return _jit(run, inputs, everywhere)
 
 
 def wait_for(model: Transformer) -> None:
     """Return once every parameter is on the device."""
     jax.block_until_ready(nnx.state(model))
+
+
+def _jit(
+    function: Callable[..., Any], inputs: Any, outputs: Any, donate: int | tuple[()] = (), **static: Any
+) -> jax.stages.Wrapped:
+    """Compiled for arguments and results that lie as said: left open, a donated one might come back elsewhere."""
+    return jax.jit(function, in_shardings=inputs, out_shardings=outputs, donate_argnums=donate, **static)
+
+
+def _bytes_per_device(array: jax.Array) -> int:
+    return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _sample_and_store(

@@ -17,6 +17,7 @@ from jradix.config import Buckets, EngineConfig
 from jradix.model.array_source import ArraySource
 from jradix.model.checkpoint import Checkpoint, open_checkpoint
 from jradix.model.config import ModelConfig
+from jradix.model.sharding import Sharding
 from jradix.model.transformer import LayerLoop, Transformer
 from jradix.model.weights import (
     TensorSource,
@@ -56,21 +57,23 @@ def build(config: EngineConfig) -> Parts:
     """Load the model and size the pool.
 
     Raises:
-        ValueError: files missing or corrupt, a model jradix does not run, limits that contradict each other, or too
-            little memory for one page.
+        ValueError: files missing or corrupt, a model jradix does not run, limits that contradict each other, fewer
+            devices than `tp_size`, or too little memory for one page.
     """
     if config.compilation_cache_dir is not None:
         _keep_compiled_programs_in(config.compilation_cache_dir)
     checkpoint = open_checkpoint(config.model_path, weights=config.load_format != "dummy")
     model_config = ModelConfig.from_hf(checkpoint.config)
+    sharding = Sharding(model_config, mesh.tensor_mesh(config.tp_size))
     context_length = _context_length(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
-    model = _load_model(config, model_config, checkpoint)
+    model = _load_model(config, sharding, checkpoint)
     buckets = Buckets.of(config, context_length)
-    kernels = _choose_kernels(config, model_config, buckets.max_pages[-1])
-    layout = _size_pool(config, model_config, context_length, joined=kernels.joined_pages)
+    kernels = _choose_kernels(config, sharding, buckets.max_pages[-1])
+    layout = _size_pool(config, sharding, context_length, joined=kernels.joined_pages)
     runner = Runner(
         model,
+        sharding,
         layout,
         kernels,
         DTYPES[config.dtype],
@@ -83,7 +86,7 @@ def build(config: EngineConfig) -> Parts:
 
 
 def weights_to_replace(
-    config: EngineConfig, model_config: ModelConfig, weights: str | os.PathLike[str] | Mapping[str, Any]
+    config: EngineConfig, sharding: Sharding, weights: str | os.PathLike[str] | Mapping[str, Any]
 ) -> Callable[[list[jax.Array]], None]:
     """Open other weights of the same model, and give what puts them in the place of a runner's parameters.
 
@@ -97,20 +100,25 @@ def weights_to_replace(
     else:
         source = open_checkpoint(weights)
         other = ModelConfig.from_hf(source.config)
-        if other != model_config:
-            raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {model_config}")
+        if other != sharding.config:
+            raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {sharding.config}")
     layer_loop = layer_loop_of(config)
-    check_tensors(model_config, source, layer_loop)
+    check_tensors(sharding.config, source, layer_loop)
     return partial(
-        replace_parameters, config=model_config, source=source, dtype=DTYPES[config.dtype], layer_loop=layer_loop
+        replace_parameters,
+        config=sharding.config,
+        source=source,
+        dtype=DTYPES[config.dtype],
+        layer_loop=layer_loop,
+        sharding=sharding,
     )
 
 
-def _choose_kernels(config: EngineConfig, model_config: ModelConfig, max_pages: int) -> Kernels:
+def _choose_kernels(config: EngineConfig, sharding: Sharding, max_pages: int) -> Kernels:
     geometry = Geometry(
-        q_heads=model_config.q_heads,
-        kv_heads=model_config.kv_heads,
-        head_dim=model_config.head_dim,
+        q_heads=sharding.q_heads_of_device,
+        kv_heads=sharding.kv_heads_of_device,
+        head_dim=sharding.config.head_dim,
         page_size=config.page_size,
         dtype=jnp.dtype(DTYPES[config.dtype]).name,
     )
@@ -131,13 +139,13 @@ def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.context_length or limit
 
 
-def _load_model(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> Transformer:
-    layer_loop = layer_loop_of(config)
-    dtype = DTYPES[config.dtype]
+def _load_model(config: EngineConfig, sharding: Sharding, checkpoint: Checkpoint) -> Transformer:
+    model_config = sharding.config
+    options: Any = {"dtype": DTYPES[config.dtype], "layer_loop": layer_loop_of(config), "sharding": sharding}
     if config.load_format == "dummy":
-        model = random_transformer(model_config, dtype=dtype, layer_loop=layer_loop, seed=config.random_seed)
+        model = random_transformer(model_config, seed=config.random_seed, **options)
     else:
-        model = load_transformer(model_config, checkpoint, dtype=dtype, layer_loop=layer_loop)
+        model = load_transformer(model_config, checkpoint, **options)
     wait_for(model)  # so that what the pool may take is measured after the weights
     return model
 
@@ -147,20 +155,20 @@ def layer_loop_of(config: EngineConfig) -> LayerLoop:
     return mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
 
 
-def _size_pool(config: EngineConfig, model_config: ModelConfig, context_length: int, *, joined: bool) -> KVLayout:
+def _size_pool(config: EngineConfig, sharding: Sharding, context_length: int, *, joined: bool) -> KVLayout:
     one_page = KVLayout(
-        layers=model_config.layers,
+        layers=sharding.config.layers,
         num_pages=1,
         page_size=config.page_size,
-        kv_heads=model_config.kv_heads,
-        head_dim=model_config.head_dim,
+        kv_heads=sharding.heads.slots,
+        head_dim=sharding.config.head_dim,
         joined=joined,
     )
     pages_per_request = -(-context_length // config.page_size)
     if config.max_total_tokens is not None:
         usable = config.max_total_tokens // config.page_size
     else:
-        page_bytes = one_page.page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize)
-        budget = mesh.pool_budget_bytes(config.mem_fraction_static)
+        page_bytes = one_page.page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize) // sharding.devices
+        budget = mesh.pool_budget_bytes(config.mem_fraction_static, sharding.device_list)
         usable = pages_that_fit(page_bytes, budget, config.max_running_requests * pages_per_request)
     return replace(one_page, num_pages=usable + 1)

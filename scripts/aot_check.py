@@ -3,13 +3,15 @@
     python scripts/aot_check.py                                   # some programs of each model for each TPU
     python scripts/aot_check.py --targets h200 --all-buckets      # needs jax's CUDA plug-in: pip install jradix[cuda]
     python scripts/aot_check.py --models llama-3.1-8b --targets v6e --json aot.json
+    python scripts/aot_check.py --devices 4 8 --models llama-3.1-70b --targets v6e tpu7x
 
 A line a program: seconds to compile, bytes of arguments, of arguments that results take over (*aliased*), and of
-temporaries. A program fails if the KV pool is not aliased, if it copies an array as large as a 16th of the pool, or if
-its temporaries exceed 5% of the pool.
+temporaries, all of one device, and the number of all-reduces. A program fails if the KV pool is not aliased, if it
+copies an array as large as a 16th of the pool, if its temporaries exceed 5% of the pool, or if devices send each other
+more than two sums a layer and one for the embedding.
 
-The pool takes what the weights leave of 85% of the memory. A model too large for a device is compiled with as many
-layers as leave half of that to the pool, which the table says; layers are alike, so only time and memory change.
+The pool takes what the weights leave of 85% of the memory. A model that would take more than four fifths of that is
+compiled with as many layers as take half of it, which the table says; layers are alike, so only time and memory change.
 
 The estimates are no measurements. A decode step of 64 rows at context 1024 must read all weights and the rows' KV:
 their bytes over the memory's bandwidth. Prefill of 2048 tokens must do their multiplications: over the peak FLOP/s.
@@ -21,6 +23,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -33,16 +36,20 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 import jax
 import jax.numpy as jnp
-from known_models import KNOWN_MODELS, geometry_of, model_config
+from jax.sharding import AbstractMesh
+from known_models import KNOWN_MODELS, SMALL_MODELS, model_config
 from tqdm import tqdm
 
-from jradix.aot import TARGETS, Target, copied_shapes
+from jradix.aot import TARGETS, Target, collectives, copied_shapes
 from jradix.batch import packed_len
 from jradix.cache.pool import pages_that_fit
 from jradix.config import Buckets, EngineConfig, StepShape
 from jradix.mesh import ACCELERATOR_FRACTION, layer_loop_for
 from jradix.model.config import ModelConfig
+from jradix.model.sharding import TENSOR_AXIS, Sharding
+from jradix.model.transformer import Transformer
 from jradix.model.weights import abstract_transformer
+from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels, choose
 from jradix.runner import jit_copies, jit_forward
@@ -50,43 +57,62 @@ from jradix.runner import jit_copies, jit_forward
 DTYPE = jnp.dtype(jnp.bfloat16)
 MAX_TEMPORARY = 0.05  # of the pool
 MAX_COPY = 1 / 16  # of the pool
+LARGEST_WEIGHTS = 0.8  # of the memory for weights and pool
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an engine on one device of a target would run."""
+    """What an engine on some devices of a target would run."""
 
     target: Target
     config: ModelConfig
+    devices: int
     kernels: Kernels
     layout: KVLayout
     buckets: Buckets
 
     @classmethod
-    def of(cls, target: Target, name: str, engine: EngineConfig) -> "Plan":
+    def of(cls, target: Target, name: str, engine: EngineConfig, devices: int = 1) -> "Plan":
         config = model_config(name)
         context_length = engine.context_length or config.max_position_embeddings
         buckets = Buckets.of(engine, context_length)
-        geometry = geometry_of(config, engine.page_size)
-        kernels = choose(target.platform, target.device, geometry, buckets.max_pages[-1])
         memory = int(target.memory_bytes * ACCELERATOR_FRACTION)
-        while weight_bytes(config) > memory / 2:
-            config = model_config(name, config.layers - 1)
+        if weight_bytes(config, devices) > memory * LARGEST_WEIGHTS:
+            while weight_bytes(config, devices) > memory / 2:
+                config = model_config(name, config.layers - 1)
+        sharding = abstract_sharding(config, devices)
+        heads = (sharding.q_heads_of_device, sharding.kv_heads_of_device)
+        geometry = Geometry(*heads, config.head_dim, engine.page_size, DTYPE.name)
+        kernels = choose(target.platform, target.device, geometry, buckets.max_pages[-1])
         page = KVLayout(
-            config.layers, 1, engine.page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages
+            config.layers, 1, engine.page_size, sharding.heads.slots, config.head_dim, joined=kernels.joined_pages
         )
         at_most = engine.max_running_requests * -(-context_length // engine.page_size)
-        pages = pages_that_fit(page.page_bytes(DTYPE.itemsize), memory - weight_bytes(config), at_most) + 1
-        return cls(target, config, kernels, replace(page, num_pages=pages), buckets)
+        budget = memory - weight_bytes(config, devices)
+        pages = pages_that_fit(page.page_bytes(DTYPE.itemsize) // devices, budget, at_most) + 1
+        return cls(target, config, devices, kernels, replace(page, num_pages=pages), buckets)
 
     @property
     def layer_loop(self) -> Any:
         return layer_loop_for(self.target.platform, self.target.device)
 
+    @property
+    def pool_bytes(self) -> int:
+        """Of one device."""
+        return self.layout.page_bytes(DTYPE.itemsize) * self.layout.num_pages // self.devices
 
-def weight_bytes(config: ModelConfig) -> int:
-    parameters = jax.tree.leaves(abstract_transformer(config, dtype=DTYPE, layer_loop="unroll"))
-    return sum(prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+
+def abstract_sharding(config: ModelConfig, devices: int) -> Sharding:
+    """To know sizes, without a description of the devices."""
+    mesh: Any = AbstractMesh((devices,), (TENSOR_AXIS,))
+    return Sharding(config, mesh)
+
+
+def weight_bytes(config: ModelConfig, devices: int = 1) -> int:
+    """Of one device."""
+    options: Any = {"dtype": DTYPE, "layer_loop": "unroll", "sharding": abstract_sharding(config, devices)}
+    parameters = jax.tree.leaves(abstract_transformer(config, **options))
+    return sum(prod(parameter.sharding.shard_shape(parameter.shape)) for parameter in parameters) * DTYPE.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,44 +123,56 @@ class Line:
     model: str
     program: str
     kernels: str
+    devices: int
     layers: int
     seconds: float
     argument_bytes: int
     alias_bytes: int
     temp_bytes: int
     pool_bytes: int
+    all_reduces: int
     faults: list[str]
 
 
 def compile_programs(plan: Plan, model: str, target: str, shapes: Sequence[StepShape]) -> Iterator[Line]:
     """The copy of pages, then a forward pass for each shape."""
-    abstract = abstract_transformer(plan.config, dtype=DTYPE, layer_loop=plan.layer_loop)
-    forward, parameters = jit_forward(abstract, plan.layout.num_pages, plan.kernels)
-    pool = jax.ShapeDtypeStruct(plan.layout.shape, DTYPE)
+    mesh = plan.target.mesh(plan.devices)
+    sharding = Sharding(plan.config, mesh)
+    abstract = abstract_transformer(plan.config, dtype=DTYPE, layer_loop=plan.layer_loop, sharding=sharding)
+    forward, parameters = jit_forward(abstract, plan.layout.num_pages, plan.kernels, sharding)
+    pool = jax.ShapeDtypeStruct(plan.layout.shape, DTYPE, sharding=sharding.pool)
+    pool_size = prod(sharding.pool.shard_shape(pool.shape))
     slots = plan.buckets.decode_rows[-1]
 
-    def line(program: str, jitted: Any, *args: Any, **static: Any) -> Line:
-        head = (target, model, program, plan.kernels.name, plan.config.layers)
-        pool_bytes = plan.layout.page_bytes(DTYPE.itemsize) * plan.layout.num_pages
+    def line(program: str, allowed: Counter[str], jitted: Any, *args: Any, static: tuple[Any, ...] = ()) -> Line:
+        head = (target, model, program, plan.kernels.name, plan.devices, plan.config.layers)
         start = time.perf_counter()
         try:
-            compiled = plan.target.compile(jitted, *args, **static)
+            compiled = plan.target.compile(jitted, *args, mesh=mesh, static=static)
         except jax.errors.JaxRuntimeError as error:
             reason = f"does not compile: {error}".splitlines()[0][:300]
-            return Line(*head, time.perf_counter() - start, 0, 0, 0, pool_bytes, [reason])
+            return Line(*head, time.perf_counter() - start, 0, 0, 0, plan.pool_bytes, 0, [reason])
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
         assert memory is not None
         numbers = (memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
-        faults = find_faults(numbers[1], numbers[2], pool_bytes, prod(pool.shape), copied_shapes(compiled))
-        return Line(*head, seconds, *numbers, pool_bytes, faults)
+        sent = collectives(compiled)
+        faults = find_faults(numbers[1], numbers[2], plan.pool_bytes, pool_size, copied_shapes(compiled))
+        faults += [f"{sent[kind]} of {kind}, expected {allowed[kind]}" for kind in sent if sent[kind] != allowed[kind]]
+        return Line(*head, seconds, *numbers, plan.pool_bytes, sent["all-reduce"], faults)
 
     copies = jax.ShapeDtypeStruct((2, plan.buckets.extend_rows[-1]), jnp.int32)
-    yield line("copy of pages", jit_copies(plan.layout.num_pages), pool, copies)
+    yield line("copy of pages", Counter(), jit_copies(plan.layout.num_pages, sharding), pool, copies)
+    sums = sums_of(abstract)
     for shape in shapes:
         arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
         next_tokens = jax.ShapeDtypeStruct((slots + 1,), jnp.int32)
-        yield line(describe(shape), forward, parameters, pool, next_tokens, arrays, shape=shape)
+        yield line(describe(shape), sums, forward, parameters, pool, next_tokens, arrays, static=(shape,))
+
+
+def sums_of(model: Transformer) -> Counter[str]:
+    """What devices may send each other: two sums a layer, those of a scanned layer once, and one for the embedding."""
+    return Counter({"all-reduce": 0 if model.axis is None else 1 + 2 * len(model.blocks)})
 
 
 def find_faults(
@@ -198,13 +236,14 @@ def seen_pairs(prompt_len: int, window: int) -> float:
 
 def format_lines(lines: Sequence[Line]) -> str:
     rows = [
-        f"{'target':<7}{'model':<14}{'kernels':<9}{'layers':>6}{'s':>7}{'args':>10}{'aliased':>10}{'temp':>9}  program"
+        f"{'target':<7}{'devices':>7} {'model':<14}{'kernels':<9}{'layers':>6}{'s':>7}{'args':>10}{'aliased':>10}"
+        f"{'temp':>9}{'sums':>6}  program"
     ]
     for line in lines:
         sizes = [f"{size / 2**20:.0f} M" for size in (line.argument_bytes, line.alias_bytes, line.temp_bytes)]
         rows.append(
-            f"{line.target:<7}{line.model:<14}{line.kernels:<9}{line.layers:>6}{line.seconds:>7.1f}"
-            f"{sizes[0]:>10}{sizes[1]:>10}{sizes[2]:>9}  {line.program}"
+            f"{line.target:<7}{line.devices:>7} {line.model:<14}{line.kernels:<9}{line.layers:>6}{line.seconds:>7.1f}"
+            f"{sizes[0]:>10}{sizes[1]:>10}{sizes[2]:>9}{line.all_reduces:>6}  {line.program}"
         )
         rows += [f"    FAILED: {fault}" for fault in line.faults]
     return "\n".join(rows)
@@ -224,9 +263,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tpus = [name for name, target in TARGETS.items() if target.platform == "tpu"]
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=tpus, help="default: every TPU")
+    small = list(SMALL_MODELS)
     parser.add_argument(
-        "--models", nargs="+", choices=list(KNOWN_MODELS), default=list(KNOWN_MODELS), help="default: all"
+        "--models", nargs="+", choices=list(KNOWN_MODELS), default=small, help=f"default: {', '.join(small)}"
     )
+    parser.add_argument("--devices", nargs="+", type=int, choices=[1, 4, 8], default=[1], help="that share each layer")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--context-length", type=int, default=8192)
     parser.add_argument("--max-running-requests", type=int, default=64)
@@ -236,6 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if "h200" in options.targets and find_spec("jax_plugins") is None:
         parser.error("h200 needs jax's CUDA plug-in: make aot-gpu installs it")
+    if "h200" in options.targets and options.devices != [1]:
+        parser.error("--devices is for TPUs: the description of an H200 is of one device")
     limit = min(model_config(model).max_position_embeddings for model in options.models)
     if not 2 <= options.context_length <= limit:
         parser.error(f"--context-length must be from 2 to {limit}, these models' limit, got {options.context_length}")
@@ -260,9 +303,10 @@ def check(options: argparse.Namespace) -> tuple[list[Line], list[Estimate]]:
         chunked_prefill_size=options.chunked_prefill_size,
     )
     pairs = [(target, model) for target in options.targets for model in options.models]
+    cases = [(*pair, devices) for pair in pairs for devices in options.devices]
     lines: list[Line] = []
-    for target, model in tqdm(pairs, desc="compiling", file=sys.stderr):
-        plan = Plan.of(TARGETS[target], model, engine)
+    for target, model, devices in tqdm(cases, desc="compiling", file=sys.stderr):
+        plan = Plan.of(TARGETS[target], model, engine, devices)
         shapes = plan.buckets.shapes()
         lines += compile_programs(plan, model, target, shapes if options.all_buckets else some_of(shapes))
     estimates = [estimate(target, model) for target, model in pairs]

@@ -53,6 +53,45 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-70b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     "gemma-2-9b": {
         "architectures": ["Gemma2ForCausalLM"],
         "vocab_size": 256000,
@@ -114,6 +153,11 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+SMALL_MODELS = (
+    *("smollm2-135m", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b"),
+    *("gemma-2-9b", "gemma-3-12b", "gpt-oss-20b"),
+)
+"""Those that one device might run."""
 
 
 def hf_config(name: str, **changes: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from device_check import MAX_PAGES, random_pool, scattered_table, seconds_of
-from known_models import KNOWN_MODELS, geometry_of, model_config
+from known_models import SMALL_MODELS, geometry_of, model_config
 from tqdm import tqdm
 
 from jradix.mesh import choose_kernels, device_description
@@ -121,7 +121,7 @@ def format_trials(title: str, trials: list[Trial], chosen: dict[str, int]) -> st
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 1 where there are no kernels to tune."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = list(KNOWN_MODELS)
+    models = list(SMALL_MODELS)
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="default: all")
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[16, 64, 128])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

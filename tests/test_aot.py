@@ -15,6 +15,7 @@ from jradix.batch import packed_len
 from jradix.config import StepShape
 from jradix.logits import penalize
 from jradix.model.config import ModelConfig
+from jradix.model.sharding import Sharding
 from jradix.model.weights import abstract_transformer
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
@@ -47,14 +48,15 @@ def test_a_step_updates_the_pool_in_place(target: Target, kind: str, tiny_path: 
     config, layout, kernels = parts(target, tiny_path, page_size=16)
     assert kernels.name == "tpu"
     kernels = replace(kernels, name=kind)
-    model = abstract_transformer(config, dtype=jnp.bfloat16, layer_loop="scan")
-    forward, parameters = jit_forward(model, PAGES, kernels)
-    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
+    sharding = Sharding(config, target.mesh())
+    model = abstract_transformer(config, dtype=jnp.bfloat16, layer_loop="scan", sharding=sharding)
+    forward, parameters = jit_forward(model, PAGES, kernels, sharding)
+    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16, sharding=sharding.pool)
     next_tokens = jax.ShapeDtypeStruct((9,), jnp.int32)
     pool_bytes = prod(pool.shape) * 2
     for shape in SHAPES:
         arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
-        program = target.compile(forward, parameters, pool, next_tokens, arrays, shape=shape)
+        program = target.compile(forward, parameters, pool, next_tokens, arrays, mesh=sharding.mesh, static=(shape,))
         memory = program.memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == pool_bytes
@@ -67,11 +69,14 @@ def test_prompts_need_the_memory_of_one_block_of_logits_and_counts_stay_where_th
 ) -> None:
     tokens, block, vocab, rows = 1024, 128, 32_000, 16
     fields = json.loads((tiny_path("llama") / "config.json").read_text()) | WIDE | {"vocab_size": vocab}
-    model = abstract_transformer(ModelConfig.from_hf(fields), dtype=jnp.bfloat16, layer_loop="scan")
-    _, parameters = jit_forward(model, PAGES, XLA)
+    config = ModelConfig.from_hf(fields)
+    sharding = Sharding(config, target.mesh())
+    model = abstract_transformer(config, dtype=jnp.bfloat16, layer_loop="scan", sharding=sharding)
+    _, parameters = jit_forward(model, PAGES, XLA, sharding)
     hidden = jax.ShapeDtypeStruct((tokens, WIDE["hidden_size"]), jnp.bfloat16)
     ids, given = jax.ShapeDtypeStruct((2, tokens), jnp.int32), jax.ShapeDtypeStruct((tokens, 32), jnp.int32)
-    memory = target.compile(jit_prompt_logprobs(model, block), parameters, hidden, ids, given).memory_analysis()
+    jitted = jit_prompt_logprobs(model, block, sharding)
+    memory = target.compile(jitted, parameters, hidden, ids, given, mesh=sharding.mesh).memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 6 * block * vocab * 4 < tokens * vocab * 4
 
@@ -85,10 +90,12 @@ def test_prompts_need_the_memory_of_one_block_of_logits_and_counts_stay_where_th
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_pages_are_copied_within_the_pool(target: Target, joined: bool) -> None:
-    layout = replace(KVLayout(LAYERS, PAGES, page_size=16, kv_heads=2, head_dim=128), joined=joined)
-    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
-    program = target.compile(jit_copies(PAGES), pool, jax.ShapeDtypeStruct((2, 16), jnp.int32))
+def test_pages_are_copied_within_the_pool(target: Target, joined: bool, tiny_path: Callable[[str], Path]) -> None:
+    config, layout, _ = parts(target, tiny_path, page_size=16)
+    sharding = Sharding(config, target.mesh())
+    pool = jax.ShapeDtypeStruct(replace(layout, joined=joined).shape, jnp.bfloat16, sharding=sharding.pool)
+    copies = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    program = target.compile(jit_copies(PAGES, sharding), pool, copies, mesh=sharding.mesh)
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == prod(pool.shape) * 2

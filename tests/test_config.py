@@ -19,7 +19,7 @@ def config(**options: Any) -> EngineConfig:
         ("page_size", [0, -1, 1.0, "16", True, None]),
         ("max_running_requests", [0, 2.5]),
         ("chunked_prefill_size", [0, -1, None, 32769]),
-        ("tp_size", [0, 2]),
+        ("tp_size", [0, 1.5]),
         ("random_seed", [-1, None]),
         ("context_length", [0, 1, 1.5]),
         ("max_total_tokens", [0, 15, "many"]),

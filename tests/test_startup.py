@@ -43,7 +43,7 @@ def test_a_pool_sized_from_memory_is_no_larger_than_all_requests_can_use(one_lay
 
 def test_a_smaller_share_of_memory_makes_a_smaller_pool(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = build(one_layer).layout.page_bytes(2)
-    monkeypatch.setattr(startup.mesh, "pool_budget_bytes", lambda fraction: int(100 * page_bytes * fraction))
+    monkeypatch.setattr(startup.mesh, "pool_budget_bytes", lambda fraction, devices: int(100 * page_bytes * fraction))
     sizes = [build(one_layer, max_total_tokens=None, mem_fraction_static=share) for share in (0.1, 0.5)]
     assert [parts.layout.num_pages for parts in sizes] == [10, 50]
     with pytest.raises(ValueError, match="mem_fraction_static"):

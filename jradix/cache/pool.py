@@ -7,7 +7,9 @@ from jradix.pallas.layout import KVLayout
 
 
 def pages_that_fit(page_bytes: int, budget_bytes: int, at_most: int) -> int:
-    """Usable pages of a pool within `budget_bytes`, the null page paid for.
+    """Usable pages of a pool within `budget_bytes` of each device, the null page paid for.
+
+    page_bytes: of one device's part of a page.
 
     Raises:
         ValueError: not even one page fits.
@@ -22,19 +24,20 @@ def pages_that_fit(page_bytes: int, budget_bytes: int, at_most: int) -> int:
     return min(pages, at_most)
 
 
-def allocate_pool(layout: KVLayout, dtype: jnp.dtype) -> jax.Array:
+def allocate_pool(layout: KVLayout, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     """The pool, all zeros. Every step donates it and gets it back; nobody else may keep a reference.
 
     Raises:
-        ValueError: the pool has more runs of keys or values than int32 can number.
+        ValueError: the pool of one device has more runs of keys or values than int32 can number.
     """
-    runs = layout.shape[0] * layout.kv_heads * 2  # what `read_pages` indexes, with int32 as all of jax does
+    pages, kv_heads = (layout.shape if sharding is None else sharding.shard_shape(layout.shape))[:2]
+    runs = pages * kv_heads * 2  # what `read_pages` indexes, with int32 as all of jax does
     if runs >= 2**31:
         raise ValueError(
-            f"{layout.num_pages} pages of {layout.layers} layers and {layout.kv_heads} KV heads are {runs} runs of "
+            f"{layout.num_pages} pages of {layout.layers} layers and {kv_heads} KV heads are {runs} runs of "
             "keys and values, and an int32 numbers 2147483647: use a larger page_size or a smaller max_total_tokens"
         )
-    return jnp.zeros(layout.shape, dtype)
+    return jnp.zeros(layout.shape, dtype, device=sharding)
 
 
 def copy_pages(pool: jax.Array, copies: jax.Array, pages_per_layer: int) -> jax.Array:

@@ -25,4 +25,5 @@ class ArraySource:
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
-        return np.array(self._tensors[name], dtype)
+        del dtype
+        return np.asarray(self._tensors[name])

@@ -48,11 +48,10 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
-        """Returns one tensor in fresh memory of its own, in the dtype that is stored (float32 where quantised).
+        """Returns one tensor, to copy from and let go: of safetensors it is a read-only view of the file.
 
-        Its axes may lie in any order in memory.
-
-        With ``dtype``, converted on the way: a quantised tensor then never exists whole in float32.
+        It comes in the dtype that is stored, its axes in any order in memory. A quantised one is float32, or
+        ``dtype``, which it is converted to on the way: then it never exists whole in float32.
 
         Raises ``CheckpointError`` where the file cannot be read, or the dtype is no float of 16 bits or more.
         """

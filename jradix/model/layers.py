@@ -51,8 +51,22 @@ def linear(x: jax.Array, weight: jax.Array, bias: nnx.Param | None = None) -> ja
     return out if bias is None else out + bias[...].astype(jnp.float32)
 
 
+def add_partial_sums(partial: jax.Array, axis: str | None, dtype: jnp.dtype) -> jax.Array:
+    """The sum over the devices of mesh axis `axis` of what each has, float32; what is sent is rounded to `dtype`.
+
+    None means that there is one device, which has the sum already.
+    """
+    return partial if axis is None else jax.lax.psum(partial.astype(dtype), axis).astype(jnp.float32)
+
+
+def linear_of_parts(x: jax.Array, weight: jax.Array, bias: nnx.Param | None, axis: str | None) -> jax.Array:
+    """`linear` where each device of mesh axis `axis` has a part of the inputs, and all get the outputs."""
+    out = add_partial_sums(linear(x, weight), axis, x.dtype)
+    return out if bias is None else out + bias[...].astype(jnp.float32)
+
+
 class Attention(nnx.Module):
-    """Grouped-query attention over the KV pool.
+    """Grouped-query attention over the KV pool; over a mesh axis, each device has some of the heads.
 
     Parameters:
         qkv: `[kv_heads, group + 2, head_dim, hidden]`, for each KV head its query heads, then its K, then its V: one
@@ -62,12 +76,14 @@ class Attention(nnx.Module):
         sinks: `[kv_heads, group]`, in families that have them.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None, make: MakeLayerParameter) -> None:
+    def __init__(
+        self, config: ModelConfig, window: int | None, make: MakeLayerParameter, axis: str | None = None
+    ) -> None:
         group = config.q_heads // config.kv_heads
         heads = (config.kv_heads, group + 2, config.head_dim)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.scale, self.window, self.soft_cap = scale, window, config.attention_soft_cap
-        self.eps, self.norm_offset = config.rms_norm_eps, config.norm_offset
+        self.eps, self.norm_offset, self.axis = config.rms_norm_eps, config.norm_offset, axis
         self.qkv = nnx.Param(make("qkv", (*heads, config.hidden_size)))
         self.qkv_bias = nnx.Param(make("qkv_bias", heads)) if config.qkv_bias else None
         self.q_norm = nnx.Param(make("q_norm", (config.head_dim,))) if config.qk_norm else None
@@ -97,13 +113,18 @@ class Attention(nnx.Module):
         scoring = Scoring(self.scale, self.window, self.soft_cap)
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
         out, pool = paged_attention(pool, q, keys, values, inputs, layer, scoring, sinks)
-        return linear(out.reshape(tokens, kv_heads, group, head_dim), self.o[...], self.o_bias), pool
+        out = out.reshape(tokens, kv_heads, group, head_dim)
+        return linear_of_parts(out, self.o[...], self.o_bias, self.axis), pool
 
 
 class Mlp(nnx.Module):
-    """The gated MLP of a dense layer: `gate_up` `[2, mlp, hidden]`, `down` `[hidden, mlp]`."""
+    """The gated MLP of a dense layer: `gate_up` `[2, mlp, hidden]`, `down` `[hidden, mlp]`.
 
-    def __init__(self, config: ModelConfig, make: MakeLayerParameter) -> None:
+    Over a mesh axis, each device has some of the `mlp` inner values.
+    """
+
+    def __init__(self, config: ModelConfig, make: MakeLayerParameter, axis: str | None = None) -> None:
+        self.axis = axis
         hidden, mlp = config.hidden_size, config.mlp_size
         self.activation = config.activation
         self.gate_up = nnx.Param(make("gate_up", (2, mlp, hidden)))
@@ -114,4 +135,4 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x` `[tokens, hidden]` -> float32 `[tokens, hidden]`."""
         inner = self.activation(linear(x, self.gate_up[...], self.gate_up_bias)).astype(x.dtype)
-        return linear(inner, self.down[...], self.down_bias)
+        return linear_of_parts(inner, self.down[...], self.down_bias, self.axis)

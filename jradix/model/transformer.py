@@ -33,15 +33,15 @@ class MakeParameter(Protocol):
 class Block(nnx.Module):
     """One layer, or a stack of equal layers whose parameters have a leading `layers` axis."""
 
-    def __init__(self, config: ModelConfig, layers: range, make: MakeLayerParameter) -> None:
+    def __init__(self, config: ModelConfig, layers: range, make: MakeLayerParameter, axis: str | None = None) -> None:
         self.layers, self.windowed = layers, config.windows[layers.start] is not None
         self.eps, self.norm_offset = config.rms_norm_eps, config.norm_offset
         hidden = (config.hidden_size,)
         self.attention_norm = nnx.Param(make("attention_norm", hidden))
-        self.attention = Attention(config, config.windows[layers.start], make)
+        self.attention = Attention(config, config.windows[layers.start], make, axis)
         self.attention_post_norm = nnx.Param(make("attention_post_norm", hidden)) if config.post_norms else None
         self.mlp_norm = nnx.Param(make("mlp_norm", hidden))
-        self.mlp = Experts(config, make) if layers.start in config.moe_layers else Mlp(config, make)
+        self.mlp = Experts(config, make, axis) if layers.start in config.moe_layers else Mlp(config, make, axis)
         self.mlp_post_norm = nnx.Param(make("mlp_post_norm", hidden)) if config.post_norms else None
 
     def __call__(
@@ -76,15 +76,19 @@ class Transformer(nnx.Module):
         layer_loop: "unroll" makes one block a layer. "scan" makes one of all equal layers in a run of layers that
             repeats a pattern, and scans over it: a fraction of the compile time, but XLA on CPU and GPU copies a
             layer's weights in each step.
+        axis: where each device of a mesh axis has a part of the parameters, as `sharding` says: its name. The call must
+            then stand inside `jax.shard_map`.
     """
 
-    def __init__(self, config: ModelConfig, make: MakeParameter, layer_loop: LayerLoop) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, make: MakeParameter, layer_loop: LayerLoop, axis: str | None = None
+    ) -> None:
+        self.config, self.axis = config, axis
         self.layer_groups = _layer_groups(config, layer_loop)
         table = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(make("embed", table))
         self.blocks = nnx.List(
-            Block(config, layers, partial(make, layers=layers)) for group in self.layer_groups for layers in group
+            Block(config, layers, partial(make, layers=layers), axis) for group in self.layer_groups for layers in group
         )
         self.final_norm = nnx.Param(make("final_norm", (config.hidden_size,)))
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(make("lm_head", table))
@@ -101,10 +105,10 @@ class Transformer(nnx.Module):
             logits_at: int32 `[n]`, the tokens to give logits of; indices past either end clamp.
 
         Returns:
-            float32 logits `[n, vocab]`, the hidden states of all tokens `[tokens, hidden]`, of which `logits` makes
-            logits, and the updated pool.
+            float32 logits `[n, vocab]`, of this device's part of the vocabulary if the head is split, the hidden states
+            of all tokens `[tokens, hidden]`, of which `logits` makes logits, and the updated pool.
         """
-        x = self.embed[...].at[token_ids].get(mode="clip")
+        x = self._embedded(token_ids)
         if self.config.embed_scale is not None:
             x *= jnp.asarray(self.config.embed_scale, x.dtype)
         rope = rope_tables(inputs.positions, self.config.rope)
@@ -114,6 +118,16 @@ class Transformer(nnx.Module):
         for group in self.layer_groups:
             x, pool = _run(list(islice(blocks, len(group))), x, pool, inputs, ropes)
         return self.logits(x[jnp.clip(logits_at, 0, x.shape[0] - 1)]), x, pool
+
+    def _embedded(self, token_ids: jax.Array) -> jax.Array:
+        """`[tokens, hidden]`. Of a split embedding each device looks up the ids that it has; the sum has them all."""
+        embed, vocab_size = self.embed[...], self.config.vocab_size
+        if len(embed) == vocab_size:
+            return embed.at[token_ids].get(mode="clip")
+        assert self.axis is not None
+        here = jnp.clip(token_ids, 0, vocab_size - 1) - jax.lax.axis_index(self.axis) * len(embed)
+        found = embed.at[here].get(mode="clip")
+        return jax.lax.psum(jnp.where(((here >= 0) & (here < len(embed)))[:, None], found, 0), self.axis)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Final norm and LM head: `[n, hidden]`, as the last layer leaves it, -> float32 `[n, vocab]`."""

@@ -1,10 +1,10 @@
-"""Fills a model with the tensors of a checkpoint, or with random ones, tensor by tensor; and later with other ones."""
+"""Fills a model with the tensors of a checkpoint, or with random ones, shard by shard; and later with other ones."""
 
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy.typing as npt
 from flax import nnx
 
 from jradix.model.config import FAMILIES, ModelConfig
-from jradix.model.family import Part, Shape
+from jradix.model.family import Index, Part, Shape
+from jradix.model.sharding import Box, Piece, Sharding, Split
 from jradix.model.transformer import LayerLoop, Transformer
 
 # Buffers that old checkpoints carry and that are computed here.
@@ -21,8 +22,18 @@ IGNORED_TENSORS: Final = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|si
 ALIGNMENT: Final = 64  # bytes; XLA's CPU backend takes over a numpy array only if it is aligned so, else copies it
 
 
-type Fill = Callable[[np.ndarray, str, int | None], None]
-"""(view, name, layer): fills `view` with the parameter `name` of that layer; None where it belongs to no layer."""
+class Wanted(NamedTuple):
+    """A shard to fill: its pieces of the parameter `name` of `shape`, of one layer, or of none if `layer` is None."""
+
+    name: str
+    shape: Shape
+    axis: int
+    pieces: tuple[Piece, ...]
+    layer: int | None
+
+
+type Fill = Callable[[np.ndarray, Wanted], None]
+"""(shard, wanted): fills what is wanted of a shard of zeros."""
 
 
 class TensorSource(Protocol):
@@ -38,17 +49,8 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
-        """The tensor in memory of its own, as `dtype`; raises `ValueError` where what is stored is no float."""
+        """The tensor as stored or as `dtype`, to copy from and let go; `ValueError` where it is stored as no float."""
         ...
-
-
-class DevicePut(Protocol):
-    """Puts a parameter on the device or, by its name, spreads it over a mesh.
-
-    `stacked` says that `value` has a leading `layers` axis. The array may keep using `value`'s memory.
-    """
-
-    def __call__(self, value: np.ndarray, name: str, stacked: bool) -> jax.Array: ...
 
 
 def load_transformer(
@@ -57,18 +59,20 @@ def load_transformer(
     *,
     dtype: npt.DTypeLike,
     layer_loop: LayerLoop,
-    device_put: DevicePut | None = None,
+    sharding: Sharding | None = None,
 ) -> Transformer:
-    """The model of a checkpoint.
+    """The model of a checkpoint, on the first device or as `sharding` says.
 
-    Names and shapes are checked before anything is read. Then each parameter is filled in one host buffer and put on
-    the device: beyond the parameters, the host holds at most one of them and one tensor.
+    Names and shapes are checked before anything is read. Then each shard is filled in one host buffer and put on its
+    device: beyond the parameters, the host holds at most one shard and one tensor. Of several processes each reads
+    what its own devices need.
 
     Raises:
         ValueError: tensors are missing, have wrong shapes or types, or are not part of such a model.
     """
     check_tensors(config, source, layer_loop)
-    return Transformer(config, _maker_of(config, source, dtype, device_put), layer_loop)
+    sharding = sharding or Sharding.on_one_device(config)
+    return Transformer(config, _maker_of(config, source, dtype, sharding), layer_loop, sharding.axis)
 
 
 def replace_parameters(
@@ -78,7 +82,7 @@ def replace_parameters(
     *,
     dtype: npt.DTypeLike,
     layer_loop: LayerLoop,
-    device_put: DevicePut | None = None,
+    sharding: Sharding | None = None,
 ) -> None:
     """Put the tensors of a checkpoint in the place of a model's parameters, one after another.
 
@@ -89,7 +93,7 @@ def replace_parameters(
         ValueError: as `load_transformer`; then nothing has changed. Any other error leaves some old and some new.
     """
     check_tensors(config, source, layer_loop)
-    make = _maker_of(config, source, dtype, device_put)
+    make = _maker_of(config, source, dtype, sharding or Sharding.on_one_device(config))
     make_blank: Any = _Blank
     blanks = jax.tree.leaves(nnx.state(Transformer(config, make_blank, layer_loop)))
     assert len(blanks) == len(parameters), "these are not the parameters of such a model"
@@ -111,73 +115,94 @@ def random_transformer(
     dtype: npt.DTypeLike,
     layer_loop: LayerLoop,
     seed: int,
-    device_put: DevicePut | None = None,
+    sharding: Sharding | None = None,
 ) -> Transformer:
     """A model of random weights, for benchmarks: normal with variance 1 / fan-in, norms 1, biases 0.
 
-    Equal arguments give equal weights, and both layer loops give the same model.
+    Equal arguments give equal weights, and both layer loops and any number of devices give the same model: each index
+    along the axis that may be split has a random generator of its own.
     """
 
-    def fill(view: np.ndarray, name: str, layer: int | None) -> None:
+    def fill(shard: np.ndarray, wanted: Wanted) -> None:
+        name, shape, axis, pieces, layer = wanted
         if name.endswith(("norm", "bias")):
-            view[...] = 1 - config.norm_offset if name.endswith("norm") else 0
+            shard[...] = 1 - config.norm_offset if name.endswith("norm") else 0
             return
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode()), 0 if layer is None else layer])
-        fan_in = math.prod(view.shape[1:]) if name == "o" else view.shape[-1]
-        for row in view:  # a row at a time: the float32 draw of a whole parameter would take twice its memory
-            row[...] = rng.standard_normal(row.shape, np.float32) * np.float32(fan_in**-0.5)
+        fan_in = math.prod(shape[1:]) if name == "o" else shape[-1]
+        drawn_shape = tuple(1 if place == axis else size for place, size in enumerate(shape))
+        for target, source in pieces:
+            for place, index in zip(target[axis], source[axis], strict=True):
+                rng = np.random.default_rng([seed, zlib.crc32(name.encode()), 0 if layer is None else layer, index])
+                drawn = rng.standard_normal(drawn_shape, np.float32) * np.float32(fan_in**-0.5)
+                into = _at(target, axis, range(place, place + 1))
+                shard[into] = drawn[_at(source, axis, range(1))]
 
-    return Transformer(config, _Maker(np.dtype(dtype), fill, device_put), layer_loop)
+    sharding = sharding or Sharding.on_one_device(config)
+    return Transformer(config, _Maker(np.dtype(dtype), fill, sharding), layer_loop, sharding.axis)
 
 
-def abstract_transformer(config: ModelConfig, *, dtype: npt.DTypeLike, layer_loop: LayerLoop) -> Transformer:
+def abstract_transformer(
+    config: ModelConfig, *, dtype: npt.DTypeLike, layer_loop: LayerLoop, sharding: Sharding | None = None
+) -> Transformer:
     """A model of shapes without arrays, of any size: to compile steps for, not to run."""
 
     def shape_only(name: str, shape: Shape, layers: range | None = None) -> Any:
-        del name
-        stacked = shape if layers is None or len(layers) == 1 else (len(layers), *shape)
-        return jax.ShapeDtypeStruct(stacked, dtype)
+        stack = () if layers is None or len(layers) == 1 else (len(layers),)
+        if sharding is None:
+            return jax.ShapeDtypeStruct((*stack, *shape), dtype)
+        split = sharding.split(name, shape)
+        return jax.ShapeDtypeStruct((*stack, *split.shape), dtype, sharding=sharding.of(split, stacked=bool(stack)))
 
-    return Transformer(config, shape_only, layer_loop)
+    return Transformer(config, shape_only, layer_loop, sharding.axis if sharding else None)
 
 
-def _maker_of(
-    config: ModelConfig, source: TensorSource, dtype: npt.DTypeLike, device_put: DevicePut | None
-) -> "_Maker":
+def _maker_of(config: ModelConfig, source: TensorSource, dtype: npt.DTypeLike, sharding: Sharding) -> "_Maker":
     parts_of = FAMILIES[config.architecture].parts
 
-    def fill(view: np.ndarray, name: str, layer: int | None) -> None:
-        for part in parts_of[name](view.shape):
-            _place(view, part, source.read(_full_name(part, layer), view.dtype))
+    def fill(shard: np.ndarray, wanted: Wanted) -> None:
+        for part in parts_of[wanted.name](wanted.shape):
+            overlaps = list(_overlaps(part, wanted))
+            if overlaps:
+                _copy(shard, overlaps, part.axes, source.read(_full_name(part, wanted.layer), shard.dtype))
 
-    return _Maker(np.dtype(dtype), fill, device_put)
+    return _Maker(np.dtype(dtype), fill, sharding)
 
 
 class _Maker:
-    """Makes each parameter in a host buffer of its own, which `fill` fills layer by layer."""
+    """Makes each shard of each parameter in a host buffer of its own, which `fill` fills layer by layer."""
 
-    def __init__(self, dtype: np.dtype, fill: Fill, device_put: DevicePut | None) -> None:
-        self._dtype, self._fill, self._put = dtype, fill, device_put or _put_on_default_device
+    def __init__(self, dtype: np.dtype, fill: Fill, sharding: Sharding) -> None:
+        self._dtype, self._fill, self._sharding = dtype, fill, sharding
 
     def __call__(self, name: str, shape: Shape, layers: range | None = None) -> jax.Array:
-        if layers is None or len(layers) == 1:
-            buffer = _aligned_empty(shape, self._dtype)
-            self._fill(buffer, name, None if layers is None else layers.start)
-            return self._put(buffer, name, stacked=False)
-        buffer = _aligned_empty((len(layers), *shape), self._dtype)
-        for view, layer in zip(buffer, layers, strict=True):
-            self._fill(view, name, layer)
-        return self._put(buffer, name, stacked=True)
+        split = self._sharding.split(name, shape)
+        stacked = layers is not None and len(layers) > 1
+        whole_shape = (len(layers), *split.shape) if layers is not None and stacked else split.shape
+        sharding = self._sharding.of(split, stacked)
+        shards: list[jax.Array] = []
+        shard = None
+        for number, device in self._sharding.local_devices():
+            if shard is None or split.axis is not None:
+                del shard
+                shard = self._filled(sharding.shard_shape(whole_shape), name, shape, split, number, layers)
+            shards.append(jax.block_until_ready(jax.device_put(shard, device)))  # then the buffer may go
+        return jax.make_array_from_single_device_arrays(whole_shape, sharding, shards)
+
+    def _filled(
+        self, shard_shape: Shape, name: str, shape: Shape, split: Split, number: int, layers: range | None
+    ) -> np.ndarray:
+        """The shard `number`, of one layer, or stacked of several."""
+        buffer = _aligned_zeros(shard_shape, self._dtype)
+        pieces = split.shards[0 if split.axis is None else number]
+        views = [buffer] if layers is None or len(layers) == 1 else buffer
+        for view, layer in zip(views, [None] if layers is None else layers, strict=True):
+            self._fill(view, Wanted(name, shape, split.axis or 0, pieces, layer))
+        return buffer
 
 
-def _put_on_default_device(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
-    del name, stacked
-    return jax.device_put(value)
-
-
-def _aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
+def _aligned_zeros(shape: Shape, dtype: np.dtype) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
@@ -186,13 +211,55 @@ def _full_name(part: Part, layer: int | None) -> str:
     return part.tensor if layer is None else f"model.layers.{layer}.{part.tensor}"
 
 
-def _place(view: np.ndarray, part: Part, tensor: np.ndarray) -> None:
+class _Overlap(NamedTuple):
+    """What one place of a part gives to one piece of a shard: `shard[target]` is `place[source]`."""
+
+    within: Index  # of the place in the tensor
+    place_shape: Shape
+    source: Box
+    target: Box
+
+
+def _overlaps(part: Part, wanted: Wanted) -> Iterator[_Overlap]:
+    for index, place in part.places:
+        box = _box(place, wanted.shape)
+        for piece in wanted.pieces:
+            both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, piece.source, strict=True)]
+            if all(both):
+                source = tuple(_moved(a, -b.start) for a, b in zip(both, box, strict=True))
+                moves = [to.start - at.start for to, at in zip(piece.target, piece.source, strict=True)]
+                target = tuple(map(_moved, both, moves))
+                yield _Overlap(index, tuple(map(len, box)), source, target)
+
+
+def _copy(shard: np.ndarray, overlaps: list[_Overlap], axes: tuple[int, ...] | None, tensor: np.ndarray) -> None:
     """A function of its own, so that the tensor is gone before the next is read."""
-    if part.axes is not None:
-        tensor = tensor.transpose(part.axes)
-    for source, target in part.places:
-        place = view[target]
-        place[...] = tensor[source].reshape(place.shape)
+    if axes is not None:
+        tensor = tensor.transpose(axes)
+    for within, place_shape, source, target in overlaps:
+        shard[_slices(target)] = tensor[within].reshape(place_shape)[_slices(source)]
+
+
+def _box(index: Index, shape: Shape) -> Box:
+    """What an index of ints and plain slices takes of each axis."""
+    given = () if index is ... else index if isinstance(index, tuple) else (index,)
+    filled = (*given, *[slice(None)] * (len(shape) - len(given)))
+    return tuple(
+        range(size)[at] if isinstance(at, slice) else range(at % size, at % size + 1)
+        for at, size in zip(filled, shape, strict=True)
+    )
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(at.start, at.stop) for at in box)
+
+
+def _at(box: Box, axis: int, place: range) -> tuple[slice, ...]:
+    return _slices((*box[:axis], place, *box[axis + 1 :]))
+
+
+def _moved(at: range, by: int) -> range:
+    return range(at.start + by, at.stop + by)
 
 
 def check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints that do not fit are refused with every difference named; those that do are read without waste."""
 
+import gc
 import math
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jradix.mesh import tensor_mesh
 from jradix.model.checkpoint import open_checkpoint
 from jradix.model.config import ModelConfig
+from jradix.model.sharding import Sharding
 from jradix.model.transformer import LayerLoop
 from jradix.model.weights import load_transformer, random_transformer, replace_parameters
 
@@ -84,43 +87,49 @@ def test_every_tensor_is_read_once(name: str, layer_loop: LayerLoop, tiny_path: 
     assert sorted(source.reads) == sorted(source.shapes)
 
 
+class Weighed(Tensors):
+    """Notes at each read, in bytes, what the host holds beside finished arrays, and the size of all arrays."""
+
+    def __init__(self, config: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__(config, shapes)
+        self.held, self.live = list[int](), list[int]()
+
+    def read(self, name: str, dtype: Any = None) -> np.ndarray:
+        tensor = super().read(name, dtype)
+        # On a CPU a finished array keeps the buffer that it was made of.
+        finished = {shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in live_shards()}
+        self.live.append(sum(array.nbytes for array in jax.live_arrays()))
+        self.held.append(tracemalloc.get_traced_memory()[0] - sum(finished.values()))
+        return tensor
+
+
+def live_shards() -> list[Any]:
+    return [shard for array in jax.live_arrays() for shard in array.addressable_shards]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
-def test_the_host_holds_one_parameter_and_one_tensor_at_a_time(
-    layer_loop: LayerLoop, tiny_path: Callable[[str], Path]
+def test_the_host_holds_one_shard_and_one_tensor_at_a_time(
+    layer_loop: LayerLoop, devices: int, tiny_path: Callable[[str], Path]
 ) -> None:
-    source = Tensors.like(tiny_path("llama"))
+    source = Weighed.like(tiny_path("llama"))
     source.config = {**source.config, "intermediate_size": 8192}
     for name, shape in source.shapes.items():
         source.shapes[name] = tuple(8192 if size == 96 else size for size in shape)
-    sizes, nothing = list[int](), jnp.zeros(())
-
-    def measure(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
-        del name, stacked
-        sizes.append(value.nbytes)
-        return nothing
-
-    load(source, layer_loop, device_put=measure)  # what jax and flax keep from a first call is not of interest
-    sizes.clear()
+    sharding = Sharding(ModelConfig.from_hf(source.config), tensor_mesh(devices))
+    load(source, layer_loop, sharding=sharding)  # what jax and flax keep from a first call is not of interest
+    gc.collect()
+    assert isinstance(source, Weighed)
+    source.held.clear()
+    before = sum(shard.data.nbytes for shard in live_shards())
     tracemalloc.start()
-    load(source, layer_loop, device_put=measure)
-    peak = tracemalloc.get_traced_memory()[1]
+    parameters = jax.tree.leaves(nnx.state(load(source, layer_loop, sharding=sharding)))
     tracemalloc.stop()
+    largest_shard = max(array.addressable_shards[0].data.nbytes for array in parameters)
     largest_tensor = max(math.prod(shape) for shape in source.shapes.values()) * 4
-    assert sum(sizes) > max(sizes) + largest_tensor + 2**20
-    assert peak < max(sizes) + largest_tensor + 2**20
-
-
-def test_device_put_learns_what_it_puts(tiny_path: Callable[[str], Path]) -> None:
-    seen: dict[str, set[tuple[int, bool]]] = {}
-
-    def put(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
-        seen.setdefault(name, set()).add((value.ndim, stacked))
-        return jnp.asarray(value)
-
-    load(Tensors.like(tiny_path("llama")), "scan", device_put=put)
-    assert seen["qkv"] == {(5, True)}
-    assert seen["embed"] == {(2, False)}
-    assert {"attention_norm", "o", "mlp_norm", "gate_up", "down", "final_norm", "lm_head"} < seen.keys()
+    total = sum(array.nbytes for array in parameters)
+    assert min(source.held) + before > 0, "arrays no longer keep their buffers, which are then counted twice"
+    assert max(source.held) + before < 1.1 * largest_shard + largest_tensor + 2**20 < total
 
 
 def test_random_weights_keep_activations_in_range_and_repeat(tiny_path: Callable[[str], Path]) -> None:
@@ -155,22 +164,16 @@ def test_replaced_parameters_are_those_of_a_fresh_model(
 
 
 def test_while_parameters_are_replaced_no_more_than_one_is_there_twice(tiny_path: Callable[[str], Path]) -> None:
-    source = open_checkpoint(tiny_path("llama"))
+    source = Weighed.like(tiny_path("llama"))
+    assert isinstance(source, Weighed)
     config = ModelConfig.from_hf(source.config)
     options: dict[str, Any] = {"dtype": np.float32, "layer_loop": "scan"}
     parameters = jax.tree.leaves(nnx.state(load_transformer(config, source, **options)))
     other_bytes = sum(array.nbytes for array in jax.live_arrays()) - sum(array.nbytes for array in parameters)
     total, largest = sum(array.nbytes for array in parameters), max(array.nbytes for array in parameters)
-    seen: list[int] = []
-
-    def put(value: np.ndarray, name: str, stacked: bool) -> jax.Array:
-        del name, stacked
-        array = jax.device_put(value)
-        seen.append(sum(array.nbytes for array in jax.live_arrays()) - other_bytes)
-        return array
-
-    replace_parameters(parameters, config, source, device_put=put, **options)
-    assert max(seen) <= total + largest
+    source.live.clear()
+    replace_parameters(parameters, config, source, **options)
+    assert max(source.live) - other_bytes <= total + largest
 
 
 def test_tensors_that_do_not_fit_replace_nothing(tiny_path: Callable[[str], Path]) -> None:

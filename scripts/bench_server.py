@@ -24,15 +24,16 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import eq
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import NamedTemporaryFile
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -42,10 +43,10 @@ from tqdm import tqdm
 
 from jradix import Engine
 
-WORDS = (
+TEXT = (
     "The river runs past a mill and two farms before it meets the sea . A boat with red sails waits there for "
     "people who want to cross , and their children count the birds above old stone houses under a quiet sky"
-).split()
+)
 READY = re.compile(r"serving \S+ at (http://\S+)")
 START_SECONDS = 120
 FIRST_TOKEN_FACTOR, FIRST_TOKEN_MS = 1.3, 5.0
@@ -79,13 +80,6 @@ class Usage:
         ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel
         io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         return cls(ticks / os.sysconf("SC_CLK_TCK"), int(io["syscw"]), int(io["wchar"]))
-
-    def since(self, before: "Usage") -> "Usage":
-        return Usage(
-            self.cpu_seconds - before.cpu_seconds,
-            self.num_writes - before.num_writes,
-            self.written_bytes - before.written_bytes,
-        )
 
 
 class Stream(asyncio.Protocol):
@@ -134,7 +128,7 @@ class Server:
             **{name.replace("_", "-"): value for name, value in fields.items()},
         }
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        self._log = tempfile.NamedTemporaryFile("w+", prefix="bench_server", suffix=".log")  # noqa: SIM115 - see close
+        self._log = NamedTemporaryFile("w+", prefix="bench_server", suffix=".log")  # noqa: SIM115 - see close
         command = [sys.executable, "-m", "jradix", "serve", *words]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.url = ""
@@ -187,11 +181,12 @@ class Server:
 
     async def _stream(self, prompts: Sequence[str], num_tokens: int) -> list[Stream]:
         address = urlsplit(self.url)
+        assert address.hostname is not None
         loop = asyncio.get_running_loop()
         requests = [self._request(prompt, num_tokens) for prompt in prompts]
         connections = await asyncio.gather(
             *(
-                loop.create_connection(lambda request=request: Stream(request), address.hostname, address.port)
+                loop.create_connection(lambda request=request: Stream(request), address.hostname, address.port or 80)
                 for request in requests
             )
         )
@@ -210,99 +205,124 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The prompts, once through a server and through an engine. Seconds; CPU times are of whole processes."""
+class Run:
+    """All prompts, once. CPU seconds are of whole processes, `pipe` is what the engine's process wrote there."""
 
-    server_seconds: float
-    engine_seconds: float
-    client_cpu: float
-    http: Usage
-    engine: Usage
-    engine_alone_cpu: float
-    num_same: int
+    seconds: float
+    texts: list[str]
+    engine_cpu: float
+    http_cpu: float = 0.0
+    client_cpu: float = 0.0
+    num_writes: int = 0
+    written_bytes: int = 0
 
 
-def run_round(server: Server, engine: Engine, prompts: Sequence[str], num_tokens: int, server_first: bool) -> Round:
-    """Once through both, with empty caches, or again if anything had to be compiled."""
+def run_server(server: Server, prompts: Sequence[str], num_tokens: int) -> Run:
+    """Streams of all prompts at once, with nothing cached."""
+    server.call("/flush_cache", "POST")
+    http, child = server.usage()
+    start, cpu = time.perf_counter(), time.process_time()
+    streams = server.stream(prompts, num_tokens)
+    seconds, client_cpu = time.perf_counter() - start, time.process_time() - cpu
+    http_now, child_now = server.usage()
+    return Run(
+        seconds,
+        [stream.text() for stream in streams],
+        engine_cpu=child_now.cpu_seconds - child.cpu_seconds,
+        http_cpu=http_now.cpu_seconds - http.cpu_seconds,
+        client_cpu=client_cpu,
+        num_writes=child_now.num_writes - child.num_writes,
+        written_bytes=child_now.written_bytes - child.written_bytes,
+    )
+
+
+def run_engine(engine: Engine, prompts: Sequence[str], num_tokens: int) -> Run:
+    """The same in this process, in one call."""
+    engine.flush_cache()
+    start, cpu = time.perf_counter(), time.process_time()
+    results = engine.generate(prompts, exactly(num_tokens), show_progress=False)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return Run(seconds, [result["text"] for result in results], engine_cpu=cpu)
+
+
+def run_both(
+    server: Server, engine: Engine, prompts: Sequence[str], num_tokens: int, *, server_first: bool
+) -> tuple[Run, Run]:
+    """The server's run and the engine's, both again if anything had to be compiled."""
     while True:
         num_compiled = server.num_compiled, engine.runner.num_compiled
-        for is_server in (server_first, not server_first):
-            if is_server:
-                server.call("/flush_cache", "POST")
-                http, child = server.usage()
-                start, cpu = time.perf_counter(), time.process_time()
-                streams = server.stream(prompts, num_tokens)
-                server_seconds, client_cpu = time.perf_counter() - start, time.process_time() - cpu
-                after = server.usage()
-                used = after[0].since(http), after[1].since(child)
-            else:
-                engine.flush_cache()
-                start, cpu = time.perf_counter(), time.process_time()
-                results = engine.generate(prompts, exactly(num_tokens), show_progress=False)
-                engine_seconds, engine_cpu = time.perf_counter() - start, time.process_time() - cpu
+        if server_first:
+            runs = run_server(server, prompts, num_tokens), run_engine(engine, prompts, num_tokens)
+        else:
+            alone = run_engine(engine, prompts, num_tokens)
+            runs = run_server(server, prompts, num_tokens), alone
         if (server.num_compiled, engine.runner.num_compiled) == num_compiled:
-            num_same = sum(stream.text() == result["text"] for stream, result in zip(streams, results, strict=True))
-            return Round(server_seconds, engine_seconds, client_cpu, *used, engine_cpu, num_same)
+            return runs
 
 
 def cached_prompt(server: Server, prompt: str, num_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds to the first token of each stream, and between events of all of them."""
+    for _ in range(2):  # computes the prompt, then compiles what a cached one needs
+        server.stream([prompt], num_tokens)
     first: list[float] = []
     steps: list[float] = []
-    for _ in tqdm(range(repeats + 2), "cached prompt", unit="stream", file=sys.stderr):
+    for _ in tqdm(range(repeats), "cached prompt", unit="stream", file=sys.stderr):
         time.sleep(0.05)  # the server comes to rest
         [stream] = server.stream([prompt], num_tokens)
         times = stream.event_times
         first.append(times[0])
-        steps += [after - before for before, after in pairwise(times[:-1])]  # the last may hold the end alone
-    return first[2:], steps[2 * (num_tokens - 2) :]
+        steps += [after - before for before, after in pairwise(times)]
+    return first, steps
 
 
 def make_prompt(engine: Engine, rng: np.random.Generator, num_tokens: int) -> str:
     assert engine.tokenizer is not None
-    ids = engine.tokenizer.encode(" ".join(rng.choice(WORDS, num_tokens)))
+    ids = engine.tokenizer.encode(" ".join(rng.choice(TEXT.split(), num_tokens)))
     return engine.tokenizer.decode(ids[:num_tokens])
 
 
-def summarize(rounds: Sequence[Round], num_tokens: int, first: list[float], steps: list[float]) -> dict[str, Any]:
+def summarize(
+    rounds: Sequence[tuple[Run, Run]], num_tokens: int, first: list[float], steps: list[float]
+) -> dict[str, Any]:
     """Medians: tokens/s, ratio, milliseconds."""
 
-    def per_token(values: Any) -> float:
-        return 1e3 * median(values) / num_tokens
+    def of_server(name: str) -> float:
+        return median(getattr(server, name) for server, _ in rounds) / num_tokens
 
-    step, middle = 1e3 * median(steps), 1e3 * median(first)
+    step = 1e3 * median(steps)
     return {
-        "server": num_tokens / median(r.server_seconds for r in rounds),
-        "engine": num_tokens / median(r.engine_seconds for r in rounds),
-        "ratio": median(r.engine_seconds / r.server_seconds for r in rounds),
-        "same": median(r.num_same for r in rounds),
-        "http_cpu": per_token(r.http.cpu_seconds for r in rounds),
-        "client_cpu": per_token(r.client_cpu for r in rounds),
-        "engine_cpu": per_token(r.engine.cpu_seconds for r in rounds),
-        "engine_alone_cpu": per_token(r.engine_alone_cpu for r in rounds),
-        "tokens_a_write": num_tokens / median(r.engine.num_writes for r in rounds),
-        "bytes_a_token": median(r.engine.written_bytes for r in rounds) / num_tokens,
-        "first_token": middle,
-        "first_token_p90": 1e3 * quantiles(first, n=10)[-1],
-        "step": step,
-        "first_token_mark": FIRST_TOKEN_FACTOR * step + FIRST_TOKEN_MS,
-        "samples": [asdict(r) for r in rounds],
-        "first_token_samples": first,
+        "server": 1 / of_server("seconds"),
+        "engine": num_tokens / median(engine.seconds for _, engine in rounds),
+        "ratio": median(engine.seconds / server.seconds for server, engine in rounds),
+        "ratios": [engine.seconds / server.seconds for server, engine in rounds],
+        "same": median(sum(map(eq, server.texts, engine.texts)) for server, engine in rounds),
+        "http_cpu_ms": 1e3 * of_server("http_cpu"),
+        "client_cpu_ms": 1e3 * of_server("client_cpu"),
+        "engine_cpu_ms": 1e3 * of_server("engine_cpu"),
+        "engine_alone_cpu_ms": 1e3 * median(engine.engine_cpu for _, engine in rounds) / num_tokens,
+        "tokens_a_write": 1 / of_server("num_writes"),
+        "bytes_a_token": of_server("written_bytes"),
+        "first_ms": 1e3 * median(first),
+        "first_p90_ms": 1e3 * quantiles(first, n=10)[-1],
+        "step_ms": step,
+        "first_mark_ms": FIRST_TOKEN_FACTOR * step + FIRST_TOKEN_MS,
+        "seconds": [(server.seconds, engine.seconds) for server, engine in rounds],
+        "first_samples": first,
     }
 
 
-def format_report(found: dict[str, Any], num_streams: int) -> str:
-    ratios = " ".join(f"{r['engine_seconds'] / r['server_seconds']:.3f}" for r in found["samples"])
+def format_report(f: dict[str, Any], num_streams: int) -> str:
+    ratios = " ".join(f"{ratio:.3f}" for ratio in f["ratios"])
     return "\n".join(
         (
-            f"tokens/s          server {found['server']:.1f}, engine alone {found['engine']:.1f}, "
-            f"ratio {found['ratio']:.3f} ({ratios})",
-            f"same outputs      {found['same']:.0f} of {num_streams}",
-            f"CPU ms a token    HTTP process {found['http_cpu']:.3f}, client {found['client_cpu']:.3f}, engine process "
-            f"{found['engine_cpu']:.3f}, engine alone {found['engine_alone_cpu']:.3f}",
-            f"pipe              {found['tokens_a_write']:.1f} tokens a write, {found['bytes_a_token']:.0f} bytes a token",
-            f"cached prompt     first token {found['first_token']:.1f} ms, p90 {found['first_token_p90']:.1f}; "
-            f"step {found['step']:.1f}; the mark is {found['first_token_mark']:.1f}",
+            f"tokens/s         server {f['server']:.1f}, engine alone {f['engine']:.1f}",
+            f"ratio            {f['ratio']:.3f} ({ratios})",
+            f"same outputs     {f['same']:.0f} of {num_streams}",
+            f"CPU ms a token   HTTP process {f['http_cpu_ms']:.3f}, client {f['client_cpu_ms']:.3f}, "
+            f"engine process {f['engine_cpu_ms']:.3f}, engine alone {f['engine_alone_cpu_ms']:.3f}",
+            f"pipe             {f['tokens_a_write']:.1f} tokens a write, {f['bytes_a_token']:.0f} bytes a token",
+            f"first token, ms  {f['first_ms']:.1f}, p90 {f['first_p90_ms']:.1f}; the mark is {f['first_mark_ms']:.1f}",
+            f"step, ms         {f['step_ms']:.1f}",
         )
     )
 
@@ -335,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
         cached = make_prompt(engine, rng, load.cached_len)
         server.wait_until_ready()
         rounds = [
-            run_round(server, engine, prompts, load.output_len, bool(number % 2))
+            run_both(server, engine, prompts, load.output_len, server_first=bool(number % 2))
             for number in tqdm(range(options.repeats), "rounds", file=sys.stderr)
         ]
         first, steps = cached_prompt(server, cached, load.cached_output_len, options.cached_repeats)

@@ -97,10 +97,11 @@ def build_arrays(
     if count:
         slots = np.array([row.request.slot for row in plan.decode], np.int32)
         at = np.array([row.start for row in plan.decode], np.int32)
+        write_from = np.array([row.write_from for row in plan.decode], np.int32)
         step.token_ids[:count] = [known_token(row.request, row.start) for row in plan.decode]
         attention.positions[:count] = at
         attention.page_table[:count] = page_tables[slots, : shape.max_pages]
-        attention.write_pages[:count] = page_tables[slots, at // page_size]
+        attention.write_pages[:count] = np.where(at < write_from, 0, page_tables[slots, at // page_size])
         attention.seq_lens[:count] = at + 1
         step.logits_at[:count] = np.arange(count)
         step.sample_slots[:count] = slots

@@ -110,6 +110,15 @@ class Output:
         with self._lock:
             return self._as_dict(first)
 
+    def growth(self, first: int) -> tuple[str, list[int]] | None:
+        """The text so far and the tokens from output position `first` on; None if the output has ended: then how it did
+        is to be told with them, as `as_dict` does."""
+        with self._lock:
+            if self.finished:
+                return None
+            self._decode(self._num_certain)
+            return self._text, self.request.output_ids[first : self._num_certain]
+
     def _tell_change(self) -> None:
         if self._tell is not None:
             try:

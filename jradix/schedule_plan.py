@@ -22,7 +22,10 @@ class PlannedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: rows that decode one token each, then rows that extend by a chunk of their prompt.
+    """One launch: rows of one token that yield the next, then rows that extend by a chunk of their prompt.
+
+    The first token after a prompt that is cached but for its last token comes from a row of the first kind, if no chunk
+    is in the step.
 
     Before it, pages are copied, one after another in the order of `copies`, which holds (source, target) page ids.
     """

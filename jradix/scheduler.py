@@ -173,11 +173,10 @@ class Scheduler:
                 if in_flight:
                     raise ResultsNeededError
                 self._retract_for_pages()
-        decoding = [request for request in decoding if request.state is RequestState.RUNNING]
-        decoding.sort(key=self._place_among_rows)
         return [
             PlannedRow(request, request.computed_len, 1, request.max_new_tokens > 0, request.computed_len)
             for request in decoding
+            if request.state is RequestState.RUNNING
         ]
 
     def _plan_extends(self, plan: StepPlan) -> None:
@@ -193,7 +192,11 @@ class Scheduler:
             if match is None:
                 break
             budget -= self._plan_chunk(request, match, budget, plan)
-        plan.extend.sort(key=lambda row: self._place_among_rows(row.request))
+        if all(row.num_tokens == 1 and row.samples for row in plan.extend):
+            plan.decode.extend(plan.extend)  # all else is cached: padding them to a bucket of chunks would cost more
+            plan.extend.clear()
+        for rows in (plan.decode, plan.extend):
+            rows.sort(key=lambda row: self._place_among_rows(row.request))
 
     def _plan_chunk(self, request: Request, match: Match, budget: int, plan: StepPlan) -> int:
         """Plan up to `budget` tokens of the request's prompt, which `match` has just looked up; returns how many."""

@@ -40,15 +40,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_engine(options: argparse.Namespace, **fields: Any) -> Engine:
-    """An engine for token ids, with the options of the command line and further fields of `EngineConfig`."""
+    """An engine with the options of the command line and further fields of `EngineConfig`; by default for ids alone."""
     return Engine(
         model_path=str(options.model_path or default_model_path()),
         dtype=options.dtype,
         page_size=options.page_size,
         chunked_prefill_size=options.chunked_prefill_size,
         layer_loop=options.layer_loop,
-        skip_tokenizer_init=True,
-        **fields,
+        **{"skip_tokenizer_init": True, **fields},
     )
 
 

@@ -115,6 +115,10 @@ def test_what_shared_pages_hold_already_is_written_to_the_null_page() -> None:
     packed = build_arrays(StepPlan([], [shared]), SHAPE, TABLES, PAGE_SIZE, 31)
     written = StepArrays.unpack(packed, SHAPE, 31).attention.write_pages[3:9].tolist()
     assert written == [0, 0, 0, 0, 0, TABLES[0, 8 // PAGE_SIZE]]
+    cached, own = row(0, 9, 1)._replace(write_from=10), row(1, 9, 1)
+    packed = build_arrays(StepPlan([cached, own], []), SHAPE, TABLES, PAGE_SIZE, 31)
+    written = StepArrays.unpack(packed, SHAPE, 31).attention.write_pages[:3].tolist()
+    assert written == [0, TABLES[1, 9 // PAGE_SIZE], 0]
 
 
 def test_copies_are_padded_and_there_are_none_without_any() -> None:

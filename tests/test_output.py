@@ -46,6 +46,19 @@ def test_a_character_in_two_tokens_appears_when_it_is_whole() -> None:
     assert end(output, output.append(A))["text"] == "aéa"
 
 
+def test_growth_is_what_the_result_says_until_there_is_an_end_to_tell() -> None:
+    output = Output(request(stop_token_ids=[B]), tokenizer())
+    output.request.stop_ids = frozenset({B})
+    for count, token in enumerate((A, FIRST_HALF, SECOND_HALF)):
+        assert output.append(token) is None
+        state = output.as_dict(count)
+        assert output.growth(count) == (state["text"], state["output_ids"]) == (state["text"], [token])
+    reason = output.append(B)
+    assert output.growth(3) == ("aé", []), "whether it is shown is decided at the end"
+    end(output, reason)
+    assert output.growth(3) is None
+
+
 def test_the_token_that_ends_a_request_is_not_shown_before_the_end() -> None:
     """Whoever reads between the two must not see the text of a stop token, which is then cut."""
     output = Output(request(stop_token_ids=[B]), tokenizer())

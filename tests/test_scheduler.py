@@ -75,10 +75,28 @@ def test_equal_prompts_share_a_cached_last_page_and_never_write_to_it() -> None:
     plan = device.step()
     assert plan is not None
     assert [request.cached_tokens for request in requests] == [63] * 4
-    assert [row.write_from for row in plan.extend] == [64] * 4
+    assert [row.write_from for row in plan.decode] == [64] * 4
     assert plan.copies == []
     device.run()
     device.check_outputs()
+
+
+def test_prompts_that_are_cached_whole_take_a_chunk_only_beside_one() -> None:
+    device = PaperDevice(num_pages=200, page_size=16, chunk=64)
+    running = device.add(list(range(48)), max_new_tokens=20)
+    device.step()
+    cached = [device.add(list(range(48))), device.add(list(range(30)))]
+    plan = device.step()
+    assert plan is not None
+    assert plan.extend == []
+    assert {row.request.id for row in plan.decode} == {request.id for request in (running, *cached)}
+    late = [device.add(list(range(48))), device.add([*range(20), *range(60, 80)])]
+    plan = device.step()
+    assert plan is not None
+    assert {row.request.id for row in plan.extend} == {request.id for request in late}
+    device.run()
+    device.check_outputs()
+    device.check_idle()
 
 
 def test_a_pin_gives_way_to_a_request_that_needs_the_room() -> None:

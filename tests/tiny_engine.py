@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from jradix import Engine, SamplingParams
-from jradix.batch import build_arrays, build_copies, step_shape
+from jradix.batch import build_arrays, build_copies, row_indices, step_shape
 from jradix.config import Buckets
 from jradix.request import FinishReason
 
@@ -177,8 +177,8 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         forward = runner.compiled_forward(shape)
         logits, _, _, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
         runner.replace_pool(pool)
-        logits = np.asarray(logits)[shape.decode_rows]
-        if plan.extend[0].samples:
+        logits = np.asarray(logits)[row_indices(plan, shape)[0]]
+        if plan.rows[0].samples:
             break
     assert logits is not None
     requests[0].output_ids.append(int(np.argmax(logits)))

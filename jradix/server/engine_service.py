@@ -178,20 +178,26 @@ class EngineService:
         sent = self._sent.get(output)
         if sent is None:
             return None
-        state = output.as_dict(sent.num_tokens)
-        new_ids, meta = state["output_ids"], state["meta_info"]
-        ended = meta["finish_reason"] is not None
+        only_grows = sent.num_tokens and output.request.logprobs is None
+        growth = output.growth(sent.num_tokens) if only_grows else None
+        if growth is not None:
+            text, new_ids = growth
+            meta, ended = None, False
+        else:
+            state = output.as_dict(sent.num_tokens)
+            text, new_ids, meta = state["text"], state["output_ids"], state["meta_info"]
+            ended = meta["finish_reason"] is not None
         if not new_ids and not ended:
             return None
-        text = state["text"][sent.num_characters :] if output.request.params.has_text_stop else None
+        new_text = text[sent.num_characters :] if output.request.params.has_text_stop else None
         sent.num_tokens += len(new_ids)
-        sent.num_characters = len(state["text"])
+        sent.num_characters = len(text)
         if ended:
             del self._sent[output]
             if not any(other in self._sent for other in self._outputs.get(sent.key, ())):
                 self._outputs.pop(sent.key, None)
         error = None if output.error is None else _step_failed(output.error)
-        return Change(sent.key, sent.index, text, new_ids, meta, error)
+        return Change(sent.key, sent.index, new_text, new_ids, meta, error)
 
 
 def _step_failed(error: BaseException) -> StepFailedError:

@@ -37,11 +37,14 @@ class Sample:
     def take(self, change: Change) -> None:
         """Add what is new."""
         self.output_ids += change.output_ids
-        before = {name: self.meta.get(name, []) for name in _OUTPUT_LOGPROBS}
-        self.meta.update(change.meta)
-        for name in _OUTPUT_LOGPROBS:
-            if name in change.meta:
-                self.meta[name] = before[name] + change.meta[name]
+        if change.meta is None:
+            self.meta["completion_tokens"] += len(change.output_ids)
+        else:
+            before = {name: self.meta.get(name, []) for name in _OUTPUT_LOGPROBS}
+            self.meta.update(change.meta)
+            for name in _OUTPUT_LOGPROBS:
+                if name in change.meta:
+                    self.meta[name] = before[name] + change.meta[name]
         self.text += self._new_text(change) if change.text is None else change.text
 
     def _new_text(self, change: Change) -> str:

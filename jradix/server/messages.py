@@ -6,7 +6,7 @@ The HTTP process gives every call a `key`, and the answers carry it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jradix.sampling_params import SamplingParams
 
@@ -74,15 +74,15 @@ class Answer:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What is new of one output.
+class Change(NamedTuple):
+    """What is new of one output. There is one for each token of a stream, and tuples are pickled soonest.
 
     Attributes:
         index: of the output among those of its submission: prompt after prompt, and for each its samples.
         text: new text, where the engine makes it, because stops have to be found in it; else None.
         output_ids: new tokens.
-        meta: `meta_info` so far; of output tokens' log-probabilities only the new ones.
+        meta: `meta_info` so far; of output tokens' log-probabilities only the new ones. None if nothing of it is new
+            but the number of tokens.
         error: what broke the step that it was in. Then it has ended.
     """
 
@@ -90,5 +90,5 @@ class Change:
     index: int
     text: str | None
     output_ids: Sequence[int]
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any] | None
     error: Exception | None = None

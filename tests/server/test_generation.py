@@ -70,6 +70,15 @@ def test_output_logprobs_add_up_and_those_of_the_prompt_do_not() -> None:
     assert [entry[1] for entry in sample.meta["output_token_logprobs"]] == [5, 6, 7]
 
 
+def test_tokens_are_counted_where_nothing_else_of_meta_info_is_new() -> None:
+    sample = Sample(0, SamplingParams(), None)
+    sample.take(change([5], completion_tokens=1, cached_tokens=3))
+    for ids in ([6], [7, 8]):
+        sample.take(Change(0, 0, None, ids, None))
+    assert sample.meta == {"finish_reason": None, "completion_tokens": 4, "cached_tokens": 3}
+    assert sample.output_ids == [5, 6, 7, 8]
+
+
 def test_who_comes_late_finds_all_that_came_meanwhile() -> None:
     async def run() -> None:
         generation = Generation([SamplingParams(n=2), SamplingParams()], None, abandon=lambda: None)

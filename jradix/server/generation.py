@@ -85,7 +85,7 @@ class Generation:
 
     def take(self, change: Change) -> None:
         """Add what is new of one output."""
-        sample = self.samples[change.index]
+        sample = self.samples[change.sample_index]
         sample.take(change)
         self._changed[sample] = None
         if sample.finish_reason is not None:

@@ -78,7 +78,7 @@ class Change(NamedTuple):
     """What is new of one output. There is one for each token of a stream, and tuples are pickled soonest.
 
     Attributes:
-        index: of the output among those of its submission: prompt after prompt, and for each its samples.
+        sample_index: of the output among those of its submission: prompt after prompt, and for each its samples.
         text: new text, where the engine makes it, because stops have to be found in it; else None.
         output_ids: new tokens.
         meta: `meta_info` so far; of output tokens' log-probabilities only the new ones. None if nothing of it is new
@@ -87,7 +87,7 @@ class Change(NamedTuple):
     """
 
     key: int
-    index: int
+    sample_index: int
     text: str | None
     output_ids: Sequence[int]
     meta: Mapping[str, Any] | None

@@ -49,7 +49,7 @@ def changes(engine: Engine, pipe: Connection, **options: Any) -> list[list[Chang
             while missing:
                 for change in receive():
                     assert isinstance(change, Change)
-                    found[change.index].append(change)
+                    found[change.sample_index].append(change)
                     missing -= len(change.output_ids)
     engine.continue_generation()
     assert [[token for change in each for token in change.output_ids] for each in found] == [

@@ -4,14 +4,16 @@ import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from jradix.server import errors
 from jradix.server.chat import chat_routes
 from jradix.server.completions import completion_routes
+from jradix.server.docs_page import docs_page
 from jradix.server.gate import Gate
 from jradix.server.native import generate_routes
+from jradix.server.openapi import describe
 from jradix.server.operators import operator_routes
 from jradix.server.service import Service
 
@@ -20,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 def make_app(service: Service) -> FastAPI:
     """The ASGI application that serves one engine."""
-    app = FastAPI(title="jradix", docs_url="/docs", redoc_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None)
     for router in (
         completion_routes(service),
         chat_routes(service),
@@ -28,6 +30,12 @@ def make_app(service: Service) -> FastAPI:
         operator_routes(service),
     ):
         app.include_router(router)
+
+    describe(app, with_key=service.config.api_key is not None)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
 
     async def refuse(_: Request, error: Exception) -> JSONResponse:
         answer = errors.response(error)

@@ -28,6 +28,8 @@ from jradix.server.messages import Abandon, Answer, Call, Change, Submit
 LOG = logging.getLogger(__name__)
 _SHOWN_NODES, _SHOWN_TOKENS = 500, 64
 """Of the cache's page, which is made between two steps."""
+_WITH_THE_END = ("hidden_states", "hidden_state_positions")
+"""Of `meta_info`: megabytes, which are sent once."""
 
 
 @dataclass(slots=True)
@@ -163,7 +165,9 @@ class EngineService:
         text = state["text"][sent.num_characters :] if output.request.params.has_text_stop else None
         sent.num_tokens += len(new_ids)
         sent.num_characters = len(state["text"])
-        if ended:
+        if not ended:
+            meta = {name: value for name, value in meta.items() if name not in _WITH_THE_END}
+        else:
             del self._sent[output]
             if not any(other in self._sent for other in self._outputs.get(sent.key, ())):
                 self._outputs.pop(sent.key, None)

@@ -67,6 +67,8 @@ def response(error: Exception) -> JSONResponse:
     """The answer that an exception becomes."""
     status, content = described(error)
     headers = {"Retry-After": "1"} if isinstance(error, QueueFullError) else {}
+    if isinstance(error, HTTPException):
+        headers.update(error.headers or {})  # such as Allow
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(content, status, headers)

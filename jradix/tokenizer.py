@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,18 +169,20 @@ def _configured_eos_ids(path: Path) -> list[int]:
 def _from_gguf(vocabulary: GGUFVocabulary) -> Tokenizer:
     def render_chat(messages: list[Any], **variables: Any) -> str:
         # the sandbox and the extras of transformers; its import takes 1.5 s, which completions need not wait for
-        if not renderers:
-            renderers.append(
-                _import_transformers().PreTrainedTokenizerFast(
-                    tokenizer_object=vocabulary.backend,
-                    chat_template=vocabulary.chat_template,
-                    bos_token=vocabulary.bos_token,
-                    eos_token=vocabulary.eos_token,
+        with lock:  # of two threads that import transformers at once, one may find it half there
+            if not renderers:
+                renderers.append(
+                    _import_transformers().PreTrainedTokenizerFast(
+                        tokenizer_object=vocabulary.backend,
+                        chat_template=vocabulary.chat_template,
+                        bos_token=vocabulary.bos_token,
+                        eos_token=vocabulary.eos_token,
+                    )
                 )
-            )
         return renderers[0].apply_chat_template(messages, **variables)
 
     renderers: list[Any] = []
+    lock = threading.Lock()
     return Tokenizer(
         vocabulary.backend,
         bos_id=vocabulary.bos_id,

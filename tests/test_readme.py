@@ -22,7 +22,16 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PYTHONS = {"python", "python3", ".venv/bin/python"}
 PIPS = {"pip", ".venv/bin/pip"}
-FOREIGN = {"cd", "curl", "git"}  # commands of others, whose arguments are not ours to check
+FOREIGN = {
+    "cd",
+    "curl",
+    "export",
+    "genai-bench",
+    "git",
+    "kubectl",
+    "lm_eval",
+    "smg",
+}  # commands of others, whose arguments are not ours to check
 
 
 def blocks(language: str) -> list[tuple[str, str]]:

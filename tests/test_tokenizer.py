@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from jradix.gguf_tokenizer import vocabulary_from_metadata
-from jradix.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from jradix.tokenizer import Detokenizer, Tokenizer, _from_gguf, load_tokenizer
 from tests.test_stops import end_of
 
 DATA = Path(__file__).parent / "data"
@@ -231,6 +233,25 @@ def directory(tmp_path_factory) -> Path:
     (path / "generation_config.json").write_text('{"eos_token_id": [259, 260]}')
     (path / "config.json").write_text('{"eos_token_id": 258}')
     return path
+
+
+def test_the_first_chats_may_come_at_once(monkeypatch):
+    import transformers
+
+    num_made = 0
+
+    class Slow(transformers.PreTrainedTokenizerFast):
+        def __init__(self, **fields):
+            nonlocal num_made
+            num_made += 1
+            time.sleep(0.05)  # others come meanwhile
+            super().__init__(**fields)
+
+    monkeypatch.setattr(transformers, "PreTrainedTokenizerFast", Slow)
+    tokenizer = _from_gguf(vocabulary_from_metadata(tiny_metadata(), "test.gguf"))
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda _: tokenizer.render_chat([{"role": "user", "content": "a"}]), range(4)))
+    assert (num_made, len(set(texts))) == (1, 1)
 
 
 def test_a_directory_gives_the_same_tokenizer_as_the_gguf_file(directory):

@@ -4,16 +4,18 @@ import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from jradix.server import errors
 from jradix.server.cache_routes import cache_routes
 from jradix.server.chat import chat_routes
 from jradix.server.completions import completion_routes
+from jradix.server.docs_page import docs_page
 from jradix.server.gate import Gate
 from jradix.server.keys import Keys
 from jradix.server.native import generate_routes
+from jradix.server.openapi import describe
 from jradix.server.operators import operator_routes
 from jradix.server.service import Service
 
@@ -22,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 def make_app(service: Service) -> FastAPI:
     """The ASGI application that serves one engine."""
-    app = FastAPI(title="jradix", docs_url=None, redoc_url=None)  # those pages would load scripts of other sites
+    app = FastAPI(docs_url=None, redoc_url=None)
     keys = Keys(service.config.api_key, service.config.admin_api_key)
     for router in (
         completion_routes(service),
@@ -32,6 +34,12 @@ def make_app(service: Service) -> FastAPI:
         cache_routes(service, keys),
     ):
         app.include_router(router)
+
+    describe(app, with_key=keys.exist)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
 
     async def refuse(_: Request, error: Exception) -> JSONResponse:
         answer = errors.response(error)

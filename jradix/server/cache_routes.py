@@ -16,6 +16,7 @@ from jradix.cache.explain import SHOWN, Explanation
 from jradix.cache.page import to_html
 from jradix.server.cache_forms import HEADERS, forms
 from jradix.server.keys import Keys, operators_only
+from jradix.server.openapi import errors
 from jradix.server.service import Service, namespace
 
 _SHARED_SHOWN = 64
@@ -37,7 +38,7 @@ def cache_routes(service: Service, keys: Keys) -> APIRouter:
     """/cache and /cache/explain."""
     router = APIRouter()
 
-    @router.get("/cache", response_class=HTMLResponse)
+    @router.get("/cache", response_class=HTMLResponse, responses=errors(400, 403))
     async def cache_page(
         request: Request, cache_salt: str = "", everything: Annotated[bool, Query(alias="all")] = False
     ) -> HTMLResponse:
@@ -52,7 +53,7 @@ def cache_routes(service: Service, keys: Keys) -> APIRouter:
         page = await asyncio.to_thread(to_html, view, _decode(service), subtitle=service.model_name, controls=controls)
         return HTMLResponse(page, headers=HEADERS)
 
-    @router.post("/cache/explain")
+    @router.post("/cache/explain", responses=errors(400, 413))
     async def explain(body: ExplainRequest) -> dict[str, Any]:
         ids = await _explained_ids(service, body)
         found = await service.engine.call("explain", ids[:-1], namespace(body.cache_salt))

@@ -4,19 +4,25 @@ import asyncio
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
-from jradix.server.openai_answer import OpenAIAnswer
+from jradix.server.openai_answer import OpenAIAnswer, OpenAIObject
 from jradix.server.openai_logprobs import of_chat
 from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai
+from jradix.server.openapi import errors, streamed
 from jradix.server.service import Service, finished
 from jradix.server.tool_calls import OPEN, Part, ToolCall, ToolUse
 from jradix.tokenizer import Tokenizer
+
+_NOT_VARIABLES = frozenset(
+    ("self", "messages", "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length")
+) | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
+"""What means something else where templates are rendered; a client's own template would run in this process."""
 
 
 class ChatRequest(OpenAIRequest):
@@ -31,12 +37,17 @@ class ChatRequest(OpenAIRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    # SGLang's router sends these with every request. Thoughts are not told from content here, whatever is asked.
+    continue_final_message: Literal[False] | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+
 
 def chat_routes(service: Service) -> APIRouter:
     """/v1/chat/completions."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=streamed(OpenAIObject) | errors(400, 404, 413))
     async def chat_completions(body: ChatRequest, request: Request) -> Any:
         body.check_model(service.served_names)
         with names_of_openai(body):
@@ -166,6 +177,8 @@ def _defaults(tokenizer: Tokenizer, body: ChatRequest, use: ToolUse) -> dict[str
 def _prompt_ids(tokenizer: Tokenizer, body: ChatRequest, use: ToolUse) -> list[int]:
     messages = [_for_template(message, index) for index, message in enumerate(body.messages)]
     variables = dict(body.chat_template_kwargs or {})
+    if taken := sorted(_NOT_VARIABLES & variables.keys()):
+        raise ValueError(f"chat_template_kwargs must be variables of the model's template, which {taken[0]!r} is not")
     text = tokenizer.render_chat(messages, **variables)
     if use.tools is not None:
         without, text = text, tokenizer.render_chat(messages, **variables, tools=use.tools)

@@ -3,7 +3,7 @@
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -11,9 +11,10 @@ from fastapi.responses import JSONResponse
 from jradix.server.errors import RequestError
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
-from jradix.server.openai_answer import OpenAIAnswer
+from jradix.server.openai_answer import OpenAIAnswer, OpenAIObject
 from jradix.server.openai_logprobs import of_completion
 from jradix.server.openai_protocol import OpenAIRequest, finish_reason, names_of_openai
+from jradix.server.openapi import errors, streamed, texts_or_ids
 from jradix.server.service import Service, finished
 from jradix.validation import is_sequence
 
@@ -24,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
-    prompt: Any
+    prompt: Annotated[Any, texts_or_ids()]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -47,7 +48,7 @@ def completion_routes(service: Service) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=errors())
     async def models() -> dict[str, Any]:
         card = {
             "id": service.model_name,
@@ -59,7 +60,7 @@ def completion_routes(service: Service) -> APIRouter:
         }
         return {"object": "list", "data": [card]}
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=streamed(OpenAIObject) | errors(400, 404, 413))
     async def completions(body: CompletionRequest, request: Request) -> Any:
         body.check_model(service.served_names)
         _check_supported(body)

@@ -28,6 +28,8 @@ from jradix.schedule_queue import QueueFullError
 from jradix.server.messages import Abandon, Answer, Call, Change, Ready, Submit
 
 LOG = logging.getLogger(__name__)
+_WITH_THE_END = ("hidden_states", "hidden_state_positions")
+"""Of `meta_info`: megabytes, which are sent once."""
 
 
 @dataclass(slots=True)
@@ -192,6 +194,8 @@ class EngineService:
         new_text = text[sent.num_characters :] if output.request.params.has_text_stop else None
         sent.num_tokens += len(new_ids)
         sent.num_characters = len(text)
+        if meta is not None and not ended:
+            meta = {name: value for name, value in meta.items() if name not in _WITH_THE_END}
         if ended:
             del self._sent[output]
             if not any(other in self._sent for other in self._outputs.get(sent.key, ())):

@@ -68,8 +68,8 @@ def response(error: Exception) -> JSONResponse:
     """The answer that an exception becomes."""
     status, content = described(error)
     headers = {"Retry-After": "1"} if isinstance(error, QueueFullError) else {}
-    if isinstance(error, HTTPException) and error.headers:
-        headers.update(error.headers)
+    if isinstance(error, HTTPException):
+        headers.update(error.headers or {})  # such as Allow
     return JSONResponse(content, status, headers)
 
 

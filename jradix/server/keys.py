@@ -27,6 +27,11 @@ class Keys:
         """Whether operators have a key of their own."""
         return self._admin is not None
 
+    @property
+    def exist(self) -> bool:
+        """Whether any route needs a key."""
+        return self._client is not None or self._admin is not None
+
     def check(self, path: str, headers: Headers) -> bool:
         """Whether who sends these headers is an operator; without a key for operators, everybody who may come in is.
 

@@ -1,7 +1,8 @@
 """SGLang's own way to generate: /generate and /abort_request."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -11,6 +12,7 @@ from jradix.sampling_params import params_of_each
 from jradix.server.event_stream import EventStream
 from jradix.server.generation import Generation, Sample
 from jradix.server.keys import operators_only
+from jradix.server.openapi import each, errors, lists_of, sampling_params_schema, streamed
 from jradix.server.service import Service, finished, namespace
 from jradix.validation import is_sequence
 
@@ -23,7 +25,9 @@ _OPTIONS = (
     "logprob_start_len",
     "top_logprobs_num",
     "token_ids_logprob",
+    "return_hidden_states",
 )
+_HIDDEN = ("hidden_states", "hidden_state_positions")
 
 
 class GenerateRequest(BaseModel):
@@ -32,20 +36,37 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str | list[str] | None = None
-    input_ids: Any = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    input_ids: Annotated[Any, lists_of("integer")] = None
+    sampling_params: Annotated[dict[str, Any] | list[dict[str, Any]] | None, sampling_params_schema()] = None
     stream: bool = False
-    rid: Any = None
+    rid: Annotated[Any, each("string")] = None
     cache_salt: str | int | None = None
     extra_key: str | int | None = None
-    priority: Any = None
-    routing_key: Any = None
-    timeout: Any = None
-    return_logprob: Any = None
-    logprob_start_len: Any = None
-    top_logprobs_num: Any = None
-    token_ids_logprob: Any = None
+    priority: Annotated[Any, each("integer")] = None
+    routing_key: Annotated[Any, each("string")] = None
+    timeout: Annotated[Any, each("number")] = None
+    return_logprob: Annotated[Any, each("boolean")] = None
+    logprob_start_len: Annotated[Any, each("integer")] = None
+    top_logprobs_num: Annotated[Any, each("integer")] = None
+    token_ids_logprob: Annotated[Any, lists_of("integer")] = None
     return_text_in_logprobs: bool = False
+    return_hidden_states: Annotated[Any, each("boolean")] = None
+
+    # SGLang's routers send these with every request: names that have no effect, and wishes that are not there yet.
+    model: str | None = None
+    log_metrics: bool | None = None
+    no_logs: bool | None = None
+    background: Literal[False] | None = None
+    return_bytes: Literal[False] | None = None
+    return_entropy: Literal[False] | None = None
+
+
+class GenerateAnswer(TypedDict):
+    """What /generate answers for one output."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
 
 
 class AbortRequest(BaseModel):
@@ -61,7 +82,10 @@ def generate_routes(service: Service) -> APIRouter:
     """/generate and /abort_request."""
     router = APIRouter()
 
-    @router.api_route("/generate", methods=["POST", "PUT"])
+    described: Any = {"responses": streamed(GenerateAnswer | list[GenerateAnswer]) | errors(400, 413)}
+
+    @router.put("/generate", **described)
+    @router.post("/generate", **described)
     async def generate(body: GenerateRequest, request: Request) -> Any:
         prompts, single = await _prompts(service, body)
         params = params_of_each(body.sampling_params, len(prompts))
@@ -76,9 +100,10 @@ def generate_routes(service: Service) -> APIRouter:
             return EventStream(generation, _events(service, generation, single, with_texts))
         await finished(request, generation)
         results = [_result(service, sample, with_texts) for sample in generation.samples]
-        return JSONResponse(results[0] if single else results)
+        # Hidden states are megabytes of digits: others have their turns while they are written.
+        return await asyncio.to_thread(JSONResponse, results[0] if single else results)
 
-    @router.post("/abort_request")
+    @router.post("/abort_request", responses=errors(400, 413))
     async def abort_request(body: AbortRequest, request: Request) -> dict[str, int]:
         if (body.rid is None) != body.abort_all:
             raise ValueError("rid must be the id of a request, or abort_all true: give exactly one of them")
@@ -121,6 +146,8 @@ def _result(service: Service, sample: Sample, with_texts: bool) -> dict[str, Any
     meta = sample.meta
     if with_texts:
         meta = {name: _with_texts(service, value) if "logprobs" in name else value for name, value in meta.items()}
+    if "hidden_states" in meta:
+        meta = meta | {name: meta[name].tolist() for name in _HIDDEN}
     return {"text": sample.text, "output_ids": sample.output_ids, "meta_info": meta}
 
 

@@ -3,11 +3,31 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 from jradix.server.generation import Generation, Sample
 from jradix.server.openai_protocol import OpenAIRequest, usage
 from jradix.server.service import Service
+
+
+class Usage(TypedDict):
+    """Tokens, as OpenAI counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class OpenAIObject(TypedDict):
+    """What both routes answer that do not stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: Usage
 
 
 class OpenAIAnswer(ABC):

@@ -72,6 +72,7 @@ class OpenAIRequest(BaseModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    return_hidden_states: Literal[False] | None = None  # SGLang's router sends it with every request
 
     rid: str | None = None
     cache_salt: str | int | None = None

@@ -11,7 +11,7 @@ import pytest
 
 from jradix import Engine
 from jradix.server.engine_service import EngineService
-from jradix.server.messages import Answer, Change, Submit
+from jradix.server.messages import Answer, Change, Ready, Submit
 from tests.tiny_engine import greedy, start
 
 PROMPTS, NUM_TOKENS = [[5, 6, 7], [8, 9]], 5
@@ -24,6 +24,7 @@ def served(tiny_path: Callable[[str], Path]) -> Iterator[tuple[Engine, Connectio
     engine = start(tiny_path("llama"))
     service = threading.Thread(target=EngineService(engine, theirs).run)
     service.start()
+    assert isinstance(ours.recv()[0], Ready)
     yield engine, ours
     ours.send(None)
     service.join()

@@ -106,6 +106,61 @@ def test_logprobs_stream_to_the_same_lists_and_with_texts(http: httpx2.Client) -
     assert whole["input_token_logprobs"][0][0] is None
 
 
+def test_hidden_states_come_with_the_end_of_a_stream_as_with_the_whole(http: httpx2.Client) -> None:
+    params = {**GREEDY, "max_new_tokens": 3}
+    body = {"text": "hidden", "sampling_params": params, "return_hidden_states": True, "cache_salt": "hidden"}
+    whole = generate(http, **body)["meta_info"]
+    *others, last = events(http.post("/generate", json={**body, "stream": True, "cache_salt": "hidden too"}))[:-1]
+    assert all("hidden_states" not in json.loads(event)["meta_info"] for event in others)
+    streamed = json.loads(last)["meta_info"]
+    assert whole["hidden_state_positions"] == streamed["hidden_state_positions"] == list(range(len("hidden") + 2))
+    assert {len(row) for row in whole["hidden_states"]} == {len(whole["hidden_states"][0])}
+    for row, same in zip(whole["hidden_states"], streamed["hidden_states"], strict=True):
+        assert row == pytest.approx(same, abs=1e-4)
+    assert "hidden_states" not in generate(http, **{**body, "return_hidden_states": False})["meta_info"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/generate",
+            {
+                "text": "x",
+                "model": None,
+                "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+                "extra_key": "e",
+                **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), False),
+                **dict.fromkeys(("return_hidden_states", "return_text_in_logprobs", "stream"), False),
+                "log_metrics": True,
+            },
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_completion_tokens": 1,
+                **dict.fromkeys(("continue_final_message", "ignore_eos", "no_stop_trim", "logprobs", "stream"), False),
+                **dict.fromkeys(("separate_reasoning", "stream_reasoning", "skip_special_tokens"), True),
+                "return_hidden_states": False,
+            },
+        ),
+        (
+            "/v1/completions",
+            {
+                "prompt": "hi",
+                "max_tokens": 1,
+                **dict.fromkeys(("stream", "echo", "no_stop_trim", "ignore_eos", "return_hidden_states"), False),
+                "skip_special_tokens": True,
+            },
+        ),
+    ],
+)
+def test_what_sglangs_router_adds_to_bodies_is_taken(http: httpx2.Client, path: str, body: dict[str, Any]) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
 def test_each_salt_has_a_cache_of_its_own(http: httpx2.Client) -> None:
     prompt = "the same system prompt for everybody"
     for name, salts in (("cache_salt", ("x", "y", 1)), ("extra_key", ("z", 2))):
@@ -142,7 +197,8 @@ def test_each_salt_has_a_cache_of_its_own(http: httpx2.Client) -> None:
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num"),
         ({"text": "a", "priority": "high"}, "priority"),
-        ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "a", "return_hidden_states": 1}, "return_hidden_states"),
+        ({"text": "a", "return_entropy": True}, "return_entropy"),
         ({"text": "a", "image_data": "x"}, "image_data"),
     ],
     ids=str,

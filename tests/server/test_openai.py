@@ -257,6 +257,10 @@ USER: Any = [{"role": "user", "content": "x"}]
         (CHAT, {"messages": USER, "logit_bias": {"320": 1}}, "logit_bias"),
         (CHAT, {"messages": USER, "stop": ""}, "stop"),
         (CHAT, {"messages": USER, "audio": {}}, "audio"),
+        *[
+            (CHAT, {"messages": USER, "chat_template_kwargs": {name: "x"}}, "chat_template_kwargs")
+            for name in ("messages", "chat_template", "return_dict")
+        ],
         (CHAT, {"messages": USER, "functions": []}, "functions"),
         (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),

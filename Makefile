@@ -1,7 +1,7 @@
 # make demo and make test work on a fresh machine: each sets up .venv first.
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench aot aot-gpu lock clean venv-demo venv-dev venv-cuda
+.PHONY: help demo test lint format bench aot aot-tp aot-gpu lock clean venv-demo venv-dev venv-cuda
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +27,10 @@ bench: venv-demo ## the benchmarks of docs/performance.md on this machine
 
 aot: venv-dev ## compile every step program for four generations of TPUs, without one (AOT_ARGS="--targets v6e")
 	$(BIN)/python scripts/aot_check.py --all-buckets $(AOT_ARGS)
+
+aot-tp: venv-dev ## compile steps of large models for 4 and 8 TPU devices, without one
+	$(BIN)/python scripts/aot_check.py --devices 4 8 --targets v5e v6e tpu7x \
+		--models llama-3.1-8b qwen3-32b llama-3.1-70b qwen3-30b-a3b $(AOT_ARGS)
 
 aot-gpu: venv-cuda ## the same for an H200: installs jax's CUDA plug-in, 4 GB, into .venv-cuda
 	.venv-cuda/bin/python scripts/aot_check.py --targets h200 --all-buckets $(AOT_ARGS)

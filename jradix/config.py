@@ -40,7 +40,7 @@ class EngineConfig:
         disable_radix_cache: never reuse KV between requests.
         min_copied_tokens: where a cached prefix ends inside a page, the page is copied if at least so many of its
             tokens agree. None: only whole pages are reused.
-        tp_size: devices that share each layer.
+        tp_size: devices that share each layer: the first of those that jax has.
         random_seed: of requests that set no seed, and of dummy weights.
         layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" unrolls on GPUs and TPU 7x.
         warmup: compile every bucket before the first request, instead of each when it is first needed.

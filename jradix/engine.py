@@ -335,14 +335,15 @@ class Engine:
 
         Leaving a `with` block does it too. That the cache cannot be saved is logged and no error.
         """
-        if self.config.cache_dir is not None:
-            try:
+        try:
+            if self.config.cache_dir is not None:
                 LOG.info("saved the prefix cache: %s", self.save_cache())
-            except ShutDownError:
-                LOG.debug("the engine was shut down before")
-            except Exception:
-                LOG.exception("the prefix cache could not be saved")
-        self._loop.close()
+        except ShutDownError:
+            LOG.debug("the engine was shut down before")
+        except Exception:
+            LOG.exception("the prefix cache could not be saved")
+        finally:
+            self._loop.close()
 
     def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
         ended: SimpleQueue[Output] = SimpleQueue()

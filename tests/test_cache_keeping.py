@@ -99,9 +99,6 @@ def test_a_snapshot_is_little_larger_than_the_content_of_the_cached_tokens(
     with start(tiny_text_path, max_total_tokens=4096) as engine:
         engine.generate(input_ids=prompts_with_shared_prefixes(80, 320, seed=5), sampling_params=greedy(24))
         report = engine.save_cache(tmp_path)
-    print(
-        report, report["bytes"] / (report["tokens"] * PAGE_BYTES / 4), report["bytes"] / (report["pages"] * PAGE_BYTES)
-    )
     assert report["tokens"] > 2000
     assert report["bytes"] <= 1.05 * report["tokens"] * PAGE_BYTES / 4
 

@@ -122,6 +122,40 @@ def test_requests_and_flushes_during_a_restoration_find_only_what_is_true() -> N
             other.serve(prompt, rng.choice(NAMESPACES))
 
 
+def test_what_hung_below_an_evicted_page_is_left_out() -> None:
+    """The first row of two pages loses its last before the second row comes."""
+    text = PagedText(PrefixCache(20, 4))
+    text.serve([1] * 8)
+    text.serve([1] * 8 + [2] * 4)
+    snapshot, content = text.saved()
+    assert len(snapshot.rows) == 2
+    for num_evicted in (1, 2):
+        other = PagedText(PrefixCache(3, 4))
+        restoration = other.cache.restore(snapshot)
+        other.restore(restoration, content, 0, 2)
+        pages = other.cache.allocate(1 + num_evicted)
+        assert pages is not None
+        other.cache.free(pages)
+        other.restore(restoration, content, 2, 3)
+        assert len(known_pages(other.cache)) == 2 - num_evicted
+        other.cache.check()
+
+
+def test_what_requests_have_cached_already_is_cut_where_the_snapshot_goes_another_way() -> None:
+    text = PagedText(PrefixCache(20, 4))
+    text.serve([1] * 8)
+    text.serve([1] * 8 + [2] * 4)
+    snapshot, content = text.saved()
+    other = PagedText(PrefixCache(20, 4))
+    restoration = other.cache.restore(snapshot)
+    other.serve([1] * 16)
+    other.restore(restoration, content, 0, 3)
+    assert other.cache.num_evictable == 5
+    assert other.cache.match([1] * 8 + [2] * 4).num_tokens == 12
+    other.serve([1] * 16 + [2] * 4)  # the content is compared
+    other.cache.check()
+
+
 def test_what_was_restored_is_older_than_what_requests_have_cached_meanwhile() -> None:
     text = PagedText(PrefixCache(20, 4))
     text.serve([1, 1, 1, 1])

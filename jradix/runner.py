@@ -15,7 +15,7 @@ from flax import nnx
 
 from jradix import mesh
 from jradix.batch import StepArrays, packed_len
-from jradix.cache.pool import allocate_pool, copy_pages, read_pages, write_pages
+from jradix.cache.pool import allocate_pool, copy_pages, put_pages, take_pages
 from jradix.config import Buckets, StepShape
 from jradix.logit_processor import (
     MAX_PROCESSORS,
@@ -111,8 +111,8 @@ class Runner:
     ) -> None:
         self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels)
         self._copy_pages = jit_copies(layout.num_pages)
-        self._read_pages = jax.jit(partial(read_pages, pages_per_layer=layout.num_pages))
-        self._write_pages = jax.jit(partial(write_pages, pages_per_layer=layout.num_pages), donate_argnums=0)
+        self._read_pages = jax.jit(partial(take_pages, pages_per_layer=layout.num_pages))
+        self._write_pages = jax.jit(partial(put_pages, pages_per_layer=layout.num_pages), donate_argnums=0)
         self._sample = jax.jit(_sample_and_store, donate_argnums=1)
         self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
         self._no_counts = jax.jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32))

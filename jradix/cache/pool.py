@@ -51,13 +51,13 @@ def copy_pages(pool: jax.Array, copies: jax.Array, pages_per_layer: int) -> jax.
     return jax.lax.fori_loop(0, (copies[1] != 0).sum(), copy, pool)
 
 
-def read_pages(pool: jax.Array, pages: jax.Array, pages_per_layer: int) -> jax.Array:
+def take_pages(pool: jax.Array, pages: jax.Array, pages_per_layer: int) -> jax.Array:
     """Whole pages of all layers, `[n, layers, *page]`."""
     return pool[pages[:, None] + _first_pages(pool, pages_per_layer)]
 
 
-def write_pages(pool: jax.Array, pages: jax.Array, content: jax.Array, pages_per_layer: int) -> jax.Array:
-    """The pool with what `read_pages` gave written to other pages, up to the first page 0; donate it."""
+def put_pages(pool: jax.Array, pages: jax.Array, content: jax.Array, pages_per_layer: int) -> jax.Array:
+    """The pool with what `take_pages` gave written to other pages, up to the first page 0; donate it."""
     first = _first_pages(pool, pages_per_layer)
 
     def write(index: jax.Array, pool: jax.Array) -> jax.Array:

@@ -34,8 +34,8 @@ from jradix.sampling import likeliest, sample
 from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows, unpack_sampling
 from jradix.sampling_params import MAX_BIASES
 
-TRANSFER_BYTES = 16 << 20
-"""The most that one launch moves between pool and host, unless a page is larger: milliseconds, so that steps go on."""
+TRANSFER_BYTES = 64 << 20
+"""The most that one launch moves between pool and host, unless a page is larger: so that steps go on."""
 SAMPLES = 64
 """Numbers of each parameter that its fingerprint covers."""
 

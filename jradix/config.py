@@ -46,6 +46,7 @@ class EngineConfig:
         warmup: compile every bucket before the first request, instead of each when it is first needed.
         strict_compile: raise if anything has to be compiled after the warm-up.
         compilation_cache_dir: where compiled steps are kept between runs. None: jax's own setting.
+        cache_dir: where the prefix cache is kept between runs: restored from there at the start, saved at the end.
     """
 
     model_path: str
@@ -70,6 +71,7 @@ class EngineConfig:
     warmup: bool = False
     strict_compile: bool = False
     compilation_cache_dir: str | None = None
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -100,6 +102,9 @@ class EngineConfig:
         in_range = isinstance(fraction, float) and 0 < fraction < 1
         _require(fraction is None or in_range, self, "mem_fraction_static", "None or a float between 0 and 1")
         _require(isinstance(self.model_path, str | os.PathLike), self, "model_path", "a path or a hub id")
+        if self.cache_dir is not None:
+            is_path = isinstance(self.cache_dir, str | os.PathLike)
+            _require(is_path and not self.disable_radix_cache, self, "cache_dir", "a path, and a cache not disabled")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
+import numpy.typing as npt
 
 from jradix.batch import build_arrays, build_copies, first_tokens, row_indices, step_shape
 from jradix.cache.prefix_cache import PrefixCache
+from jradix.cache.snapshot import Restoration, Snapshot
 from jradix.config import EngineConfig, StepShape
 from jradix.output import Output
 from jradix.request import FinishReason, Request, RequestState
@@ -162,7 +164,7 @@ class Core:
         self._collect_all()
         self.scheduler.retract_all()
         self.cache.pins.remove_all()
-        self.cache.flush()
+        self.flush_cache()
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
         self.weights_are_whole = False
         replace(self.runner.parameters)
@@ -193,7 +195,30 @@ class Core:
 
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request holds; returns the number of pages freed."""
+        self._restoration = None  # what is still to come is forgotten too
         return self.cache.flush()
+
+    def begin_restoration(self, snapshot: Snapshot) -> None:
+        """Let `restore_pages` follow; before the first request."""
+        self._restoration = self.cache.restore(snapshot)
+
+    def restore_pages(self, start: int, content: npt.NDArray[Any]) -> int | None:
+        """Enter the pages of the snapshot from `start` on, in its order. None: there is no use in more of them.
+
+        content: `[pages, layers, *page]`. Returns how many the cache has taken.
+        """
+        restoration = self._restoration
+        if restoration is None:
+            return None
+        try:
+            taken, pages = restoration.enter(start, start + len(content))
+            self.runner.write_pages(pages, content[taken])
+        except BaseException as error:  # the tree may hold pages without content
+            self._recover(error)
+            raise
+        if restoration.is_done:
+            self._restoration = None
+        return len(taken)
 
     def cache_report(self) -> dict[str, Any]:
         """Counters since the start and the pages by state, see `Engine.cache_report`."""
@@ -331,6 +356,7 @@ class Core:
 
     def _start_afresh(self) -> None:
         """An empty cache, and a scheduler without requests."""
+        self._restoration: Restoration | None = None  # into this cache
         self.cache = PrefixCache(
             self.layout.num_pages - 1,
             self.config.page_size,

@@ -1,6 +1,7 @@
 """The engine as its users see it: generate in several ways, abort, and look after the cache and the weights."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from math import ceil
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, Unpack, get_args
 
@@ -17,10 +19,11 @@ from tqdm import tqdm
 
 from jradix import mesh, startup
 from jradix.cache.prefix_cache import PrefixCache
+from jradix.cache_keeping import Restorer, save
 from jradix.config import EngineConfig
 from jradix.core import Core, PauseMode
 from jradix.delivery import Delivery
-from jradix.loop import Loop
+from jradix.loop import Loop, ShutDownError
 from jradix.offline import BatchPlan, plan_batch
 from jradix.offline_prediction import Capacity
 from jradix.output import Output
@@ -31,6 +34,8 @@ from jradix.sampling_params import Params
 from jradix.scheduler import Scheduler
 from jradix.submission import Submission, TokenIds
 from jradix.validation import is_sequence
+
+LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -61,9 +66,14 @@ class Engine:
             random_seed=self.config.random_seed,
         )
         self._core = Core(self.config, parts)
+        self._restorer: Restorer | None = None
+        if self.config.cache_dir is not None:
+            self._restorer = Restorer(self._core, self.model_config, Path(self.config.cache_dir))
         if self.config.warmup:
             self.warm_up()
         self._loop = Loop(self._core)
+        if self._restorer is not None:
+            self._restorer.start(self._core, self._loop)
 
     def __enter__(self) -> Self:
         return self
@@ -209,6 +219,26 @@ class Engine:
         """
         return self._loop.call(self._core.cache_report)
 
+    def save_cache(self, directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Save what the prefix cache holds, for an engine that starts with this directory as its `cache_dir`.
+
+        No step is made meanwhile. A snapshot that was there is replaced, whole or, if this fails, not at all. It tells
+        who may read the directory every cached prompt, and every salt.
+
+        directory: if not given, `cache_dir`. Returns `pages`, `tokens`, `bytes` and `files` written, and `seconds`.
+
+        Raises:
+            ValueError: there is no directory.
+            RuntimeError: the last update of the weights has failed.
+            OSError: it cannot be written.
+        """
+        target = self.config.cache_dir if directory is None else directory
+        if target is None:
+            raise ValueError("directory must be given, as this engine has no cache_dir")
+        if self._restorer is not None:
+            self._restorer.wait()  # else what it has not restored yet would be lost
+        return self._loop.call(partial(save, self._core, self.model_config, Path(target).absolute()))
+
     def get_server_info(self) -> dict[str, Any]:
         """The configuration, what was made of it, and what runs now."""
         return {
@@ -301,8 +331,19 @@ class Engine:
         return self._loop.hold()
 
     def shutdown(self) -> None:
-        """Abort what is alive, end the thread and free the device's memory. Leaving a `with` block does it too."""
-        self._loop.close()
+        """Save the cache if there is a `cache_dir`, abort what is alive, end the thread and free the device's memory.
+
+        Leaving a `with` block does it too. That the cache cannot be saved is logged and no error.
+        """
+        try:
+            if self.config.cache_dir is not None:
+                LOG.info("saved the prefix cache: %s", self.save_cache())
+        except ShutDownError:
+            LOG.debug("the engine was shut down before")
+        except Exception:
+            LOG.exception("the prefix cache could not be saved")
+        finally:
+            self._loop.close()
 
     def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
         ended: SimpleQueue[Output] = SimpleQueue()

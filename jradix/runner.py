@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax import nnx
 
 from jradix import mesh
 from jradix.batch import StepArrays, packed_len
-from jradix.cache.pool import allocate_pool, copy_pages
+from jradix.cache.pool import allocate_pool, copy_pages, put_pages, take_pages
 from jradix.config import Buckets, StepShape
 from jradix.logit_processor import (
     MAX_PROCESSORS,
@@ -34,6 +35,11 @@ from jradix.programs import Programs
 from jradix.sampling import likeliest, sample
 from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows, unpack_sampling
 from jradix.sampling_params import MAX_BIASES
+
+TRANSFER_BYTES = 64 << 20
+"""The most that one launch moves between pool and host, unless a page is larger: so that steps go on."""
+SAMPLES = 64
+"""Numbers of each parameter that its fingerprint covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +89,10 @@ class Runner:
 
     What only some requests ask for is launched between the two, or after them, where a row of the step asks. Each
     feature is a program of its own for each number of rows, compiled when it is first needed. If the buckets have R
-    numbers of rows, and T of tokens among those with prompt tokens, that is at most R * (3 + processors + widths) + 2 +
+    numbers of rows, and T of tokens among those with prompt tokens, that is at most R * (3 + processors + widths) + 4 +
     T + widths more: penalties, biases, mask, each processor and log-probabilities for each of LOGPROB_WIDTHS; counts
-    made and set; hidden states of prompt tokens picked out, and their log-probabilities for each width.
+    made and set; pages read and written; hidden states of prompt tokens picked out, and their log-probabilities for
+    each width.
 
     On several devices each program runs on all of them. Parameters, pool, logits and counts are split, as `sharding`
     says; the rest, and so what comes back to the host, every device has.
@@ -117,6 +124,9 @@ class Runner:
         self._sample = _jit(
             _sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
         )
+        read, write = (partial(move, pages_per_layer=layout.num_pages) for move in (take_pages, put_pages))
+        self._read_pages = _jit(read, (sharding.pool, everywhere), everywhere)
+        self._write_pages = _jit(write, (sharding.pool, everywhere, everywhere), sharding.pool, donate=0)
         self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
         self._no_counts = _jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32), (), counts)
         self._set_counts = _jit(set_counts, (counts, everywhere, everywhere), counts, donate=0)
@@ -243,6 +253,38 @@ class Runner:
         """Copy pages in all layers, `[2, max_copies]`, see `pool.copy_pages`."""
         self._pool = self.programs.launch(("copy of pages",), self._copy_pages, self._pool, copies)
 
+    @property
+    def transfer_pages(self) -> int:
+        """The most pages that `read_pages` gives at a time."""
+        page_bytes = self._layout.page_bytes(jnp.dtype(self._dtype).itemsize)
+        return max(1, min(self._layout.num_pages - 1, TRANSFER_BYTES // page_bytes))
+
+    def read_pages(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+        """The content of at most `transfer_pages` pages, `[n, layers, *page]`, after all steps launched so far."""
+        content = self.programs.launch(("read pages",), self._read_pages, self._pool, self._padded(pages))
+        return np.asarray(content)[: len(pages)]
+
+    def write_pages(self, pages: npt.NDArray[np.int32], content: npt.NDArray[Any]) -> None:
+        """Give pages, any number, the content that `read_pages` gave, before all steps launched from now on."""
+        for start in range(0, len(pages), self.transfer_pages):
+            part = slice(start, start + self.transfer_pages)
+            args = (self._pool, self._padded(pages[part]), self._padded(content[part]))
+            self._pool = self.programs.launch(("write pages",), self._write_pages, *args)
+
+    def _padded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        padded = np.zeros((self.transfer_pages, *values.shape[1:]), values.dtype)
+        padded[: len(values)] = values
+        return padded
+
+    def fingerprint(self) -> str:
+        """A checksum of some numbers of every parameter, spread evenly: it tells other weights, not every change."""
+        checksum = 0
+        for parameter in self.parameters:
+            places = np.linspace(0, parameter.size - 1, SAMPLES).astype(np.int64)
+            numbers = np.asarray(parameter[np.unravel_index(places, parameter.shape)])
+            checksum = crc32(numbers.tobytes(), crc32(f"{parameter.dtype}{parameter.shape}".encode(), checksum))
+        return f"{checksum:08x}"
+
     def collect(self, step: LaunchedStep) -> Collected:
         """The step's results, waiting for them if need be."""
         return Collected(
@@ -278,6 +320,10 @@ class Runner:
     def _compile_features(self) -> None:
         """Whatever a request may ask for: the names and shapes that the methods below launch."""
         compiled, counts = self.programs.compile, self._counts_shape
+        pages = _int32(self.transfer_pages)
+        content = jax.ShapeDtypeStruct((self.transfer_pages, self._layout.layers, *self._layout.shape[1:]), self._dtype)
+        compiled(("read pages",), self._read_pages, self._pool, pages)
+        compiled(("write pages",), self._write_pages, self._pool, pages, content)
         compiled(("no counts",), self._no_counts)
         compiled(("set counts",), self._set_counts, counts, _int32(), _int32(self._vocab_size))
         for rows in self._row_counts():

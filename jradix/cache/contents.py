@@ -81,6 +81,17 @@ class Contents:
         self.queue.add(leaf)
         return is_new
 
+    def restore(self, parent: Node, namespace: Hashable, tokens: bytes, new: PageIds) -> Node:
+        """Append private pages with a past, or a tail, below `parent`: as nothing else beside begins. Offer it then."""
+        known = self._drop_tail_within(parent, tokens[: self.tree.page_bytes])
+        self.queue.discard(parent)  # it was a leaf perhaps
+        self.pages.require(new, PRIVATE)
+        self.pages.adopt(new)
+        self.statistics.of(namespace).inserted_tokens += len(tokens) // TOKEN_BYTES - known
+        if self.journal is not None and len(tokens) >= self.tree.page_bytes:
+            self.journal.stored(namespace, parent, tokens, new)
+        return self.tree.add_leaf(parent, tokens, new.tobytes(), self.clock)
+
     def offer(self, node: Node) -> None:
         """Queue `node` for eviction if it is an unlocked leaf now; forget it if it is an unlocked, empty root."""
         if node.children is None and not node.ref_count:

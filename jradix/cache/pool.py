@@ -45,10 +45,29 @@ def copy_pages(pool: jax.Array, copies: jax.Array, pages_per_layer: int) -> jax.
 
     copies: int32 `[2, n]`, sources and targets; the first target 0 ends the list.
     """
-    first = jnp.arange(pool.shape[0] // pages_per_layer, dtype=jnp.int32) * pages_per_layer
+    first = _first_pages(pool, pages_per_layer)
 
     def copy(index: jax.Array, pool: jax.Array) -> jax.Array:
         source, target = copies[0, index], copies[1, index]
         return pool.at[first + target].set(pool[first + source])
 
     return jax.lax.fori_loop(0, (copies[1] != 0).sum(), copy, pool)
+
+
+def take_pages(pool: jax.Array, pages: jax.Array, pages_per_layer: int) -> jax.Array:
+    """Whole pages of all layers, `[n, layers, *page]`."""
+    return pool[pages[:, None] + _first_pages(pool, pages_per_layer)]
+
+
+def put_pages(pool: jax.Array, pages: jax.Array, content: jax.Array, pages_per_layer: int) -> jax.Array:
+    """The pool with what `take_pages` gave written to other pages, up to the first page 0; donate it."""
+    first = _first_pages(pool, pages_per_layer)
+
+    def write(index: jax.Array, pool: jax.Array) -> jax.Array:
+        return pool.at[first + pages[index]].set(content[index])
+
+    return jax.lax.fori_loop(0, (pages != 0).sum(), write, pool)
+
+
+def _first_pages(pool: jax.Array, pages_per_layer: int) -> jax.Array:
+    return jnp.arange(pool.shape[0] // pages_per_layer, dtype=jnp.int32) * pages_per_layer

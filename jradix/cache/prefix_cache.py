@@ -16,6 +16,7 @@ from jradix.cache.namespace import UNSHARED
 from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
+from jradix.cache.snapshot import Restoration, Snapshot
 
 LOG = logging.getLogger(__name__)
 
@@ -350,6 +351,16 @@ class PrefixCache:
             node = self._contents.split(node, whole)
         rest = tokens[whole * TOKEN_BYTES :]
         return self._contents.drop([child for child in (node.children or {}).values() if child.tokens.startswith(rest)])
+
+    def restore(self, snapshot: Snapshot) -> Restoration:
+        """Begin to enter what another cache of this page size held, before anything else happens in this one.
+
+        The clock goes on from there, so that all of it is older than whatever comes now.
+        """
+        assert not self.clock, "only a new cache can begin with a snapshot"
+        assert snapshot.page_size == self.page_size, f"pages of {snapshot.page_size} tokens, not {self.page_size}"
+        self._contents.clock = snapshot.clock
+        return Restoration(self._contents, self.allocate, self._min_copied_tokens, snapshot)
 
     def check(self, private_pages: Iterable[int] = (), *, strict: bool = True) -> list[str]:
         """A sentence for every broken invariant, none if all hold. O(size of cache).

@@ -20,6 +20,8 @@ from jradix.tokenizer import Tokenizer, load_tokenizer
 
 LOG = logging.getLogger(__name__)
 _SECONDS_TO_END = 10
+_SECONDS_TO_SAVE = 600
+"""How long the engine process may take to end where it saves its cache. One that hangs does not begin to."""
 
 type EngineMain = Callable[[EngineConfig, Connection, str], None]
 """What an engine process runs, given the configuration, its end of the pipe, and the level of its log."""
@@ -129,10 +131,10 @@ class EngineClient:
         return await self._answer_to(Call(next(self._keys), name, arguments))
 
     def stop(self) -> None:
-        """End the process: requests that are alive are aborted. Blocks for some seconds at most."""
+        """End the process: requests that are alive are aborted. Blocks for seconds at most, or to save the cache."""
         self._stopping = True
         self._outbox.put(None)
-        self._process.join(_SECONDS_TO_END)
+        self._process.join(_SECONDS_TO_END if self.info["cache_dir"] is None else _SECONDS_TO_SAVE)
         if self._process.is_alive():
             LOG.warning("the engine process does not end, and is killed")
             self._process.kill()

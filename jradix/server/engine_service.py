@@ -30,6 +30,8 @@ from jradix.server.messages import Abandon, Answer, Call, Change, Ready, Submit
 LOG = logging.getLogger(__name__)
 _WITH_THE_END = ("hidden_states", "hidden_state_positions")
 """Of `meta_info`: megabytes, which are sent once."""
+_SECONDS_TO_ANSWER = 8
+"""How long a step may take when the engine is to end: less than the other process waits."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,18 @@ class EngineService:
             LOG.debug("the HTTP process has closed the pipe")
         finally:
             self._submitter.shutdown(cancel_futures=True)
-            self._engine.shutdown()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """End the engine, which may save its cache; but not one that hangs, for which nobody should wait."""
+        try:
+            self._engine.send(lambda _: None).result(_SECONDS_TO_ANSWER)
+        except TimeoutError:
+            LOG.critical("the engine's thread does not answer, and this process ends without it")
+            os._exit(1)
+        except ShutDownError:
+            LOG.debug("the engine's thread has ended already")
+        self._engine.shutdown()
 
     def _submit(self, submit: Submit) -> None:
         try:

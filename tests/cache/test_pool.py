@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jradix.cache.pool import allocate_pool, copy_pages, pages_that_fit
+from jradix.cache.pool import allocate_pool, copy_pages, pages_that_fit, put_pages, take_pages
 from jradix.pallas.layout import KVLayout
 
 
@@ -54,13 +54,28 @@ def test_pages_are_copied_in_all_layers_one_after_another() -> None:
     assert copied.reshape(layers, pages_per_layer).tolist() == expected.tolist()
 
 
-def test_copying_pages_updates_the_pool_in_place() -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_pages_that_were_taken_can_be_put_elsewhere_also_into_a_pool_of_another_size(joined: bool) -> None:
+    layout = KVLayout(layers=3, num_pages=6, page_size=4, kv_heads=2, head_dim=8, joined=joined)
+    values = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
+    taken = take_pages(jnp.asarray(values), jnp.array([5, 2, 3]), layout.num_pages)
+    by_layer = values.reshape(3, 6, *layout.shape[1:])
+    assert np.array_equal(taken, by_layer[:, [5, 2, 3]].swapaxes(0, 1))
+    other = replace(layout, num_pages=9)
+    pool = put_pages(jnp.zeros(other.shape), jnp.array([8, 1, 0]), taken, other.num_pages)
+    expected = np.zeros((3, 9, *layout.shape[1:]), np.float32)
+    expected[:, [8, 1]] = by_layer[:, [5, 2]]
+    assert np.array_equal(pool, expected.reshape(other.shape))
+
+
+@pytest.mark.parametrize("which", ["copy", "put"])
+def test_copying_and_putting_pages_update_the_pool_in_place(which: str) -> None:
     pool = jnp.zeros((3 * 4096, 2, 2, 16, 16))
-    program = (
-        jax.jit(partial(copy_pages, pages_per_layer=4096), donate_argnums=0)
-        .lower(pool, jnp.zeros((2, 8), jnp.int32))
-        .compile()
-    )
+    if which == "copy":
+        function, args = copy_pages, (jnp.zeros((2, 8), jnp.int32),)
+    else:
+        function, args = put_pages, (jnp.zeros(8, jnp.int32), jnp.zeros((8, 3, *pool.shape[1:])))
+    program = jax.jit(partial(function, pages_per_layer=4096), donate_argnums=0).lower(pool, *args).compile()
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == pool.nbytes

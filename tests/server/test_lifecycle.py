@@ -208,3 +208,18 @@ def test_the_configuration_crosses_the_pipe(byte_model_path: Path) -> None:
 
     config = EngineConfig(model_path=str(byte_model_path))
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_server_that_is_told_to_end_saves_its_cache_for_the_next(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    body = {"input_ids": list(range(40)), "sampling_params": {"max_new_tokens": 1}, "cache_salt": "salt"}
+    for cached_tokens in (0, 39):
+        server = start_server(WITHOUT_TEXT, "--cache-dir", str(tmp_path))
+        with httpx2.Client(base_url=server.wait_until_ready(), headers=HEADERS, timeout=300) as http:
+            while cached_tokens and not http.get("/get_server_info").json()["cache"]["evictable_pages"]:
+                assert server.process.poll() is None  # it restores while it serves
+            meta = http.post("/generate", json=body).json()["meta_info"]
+            assert meta["cached_tokens"] == cached_tokens
+        server.process.terminate()
+        assert server.process.wait(120) == 0

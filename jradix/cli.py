@@ -1,6 +1,7 @@
 """The command `jradix`: parses arguments, runs one of its commands, reports errors in one line."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -28,6 +29,9 @@ SERVE_ENGINE = {"max_queued_requests": 1024}
 
 PYTHON_ONLY = ("custom_logit_processor", "custom_params")
 """Fields of `SamplingParams` for a function of the caller's, which a command line cannot name."""
+
+CONVERT_OPTIONS = ("model_path", "skip_tokenizer_init", "dtype", "quantization")
+"""What of the engine's configuration is decided when a checkpoint is converted."""
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -81,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = _command(commands, "doctor", _doctor, "[options]", "what a model would run with here, and why")
     add_options(doctor, EngineConfig, "engine")
+
+    convert = _command(commands, "convert", _convert, "--output DIR [options]", "write a checkpoint that starts faster")
+    convert.add_argument("--output", metavar="DIR", required=True, help="the directory to write; it must not exist")
+    add_options(convert, EngineConfig, "model", leave_out=[f for f in _field_names() if f not in CONVERT_OPTIONS])
 
     _command(commands, "demo", _demo, "", "two questions behind one system prompt, with and without the cache")
     return parser
@@ -158,6 +166,17 @@ def _doctor(arguments: argparse.Namespace) -> None:
     from jradix.doctor import report
 
     print(report(config))
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    config = _engine_config(arguments)
+    from jradix.convert import convert
+
+    print(convert(config, arguments.output))
+
+
+def _field_names() -> list[str]:
+    return [field.name for field in dataclasses.fields(EngineConfig)]
 
 
 def _engine_config(arguments: argparse.Namespace, defaults: dict[str, Any] | None = None) -> EngineConfig:

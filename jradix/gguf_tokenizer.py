@@ -5,10 +5,12 @@ refused by name, because a text split otherwise than in training is tokenized wr
 those of the models' own tokenizer.json; "default" is llama.cpp's for files that name none.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -20,6 +22,9 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+_BACKEND, _REST = "tokenizer.json", "gguf_vocabulary.json"
+_SAVED = ("bos_id", "eos_ids", "bos_token", "eos_token", "chat_template")
 
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a turn, for files that name an end of text only."""
@@ -40,6 +45,33 @@ class GGUFVocabulary:
     bos_token: str | None
     eos_token: str | None
     chat_template: str | None
+
+    def save(self, directory: Path) -> None:
+        """Writes tokenizer.json, which other programs read too, and beside it the rest."""
+        self.backend.save(str(directory / _BACKEND))
+        rest = {name: getattr(self, name) for name in _SAVED}
+        (directory / _REST).write_text(json.dumps(rest, indent=2, ensure_ascii=False), "utf-8")
+
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Whether one has been saved there."""
+        return (directory / _REST).is_file()
+
+    @classmethod
+    def load(cls, directory: Path) -> "GGUFVocabulary":
+        """Reads what `save` has written.
+
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        try:
+            rest = json.loads((directory / _REST).read_text("utf-8"))
+            backend = Tokenizer.from_str((directory / _BACKEND).read_text("utf-8"))
+            saved: Any = [rest[name] for name in _SAVED]
+            bos_id, eos_ids, *texts = saved
+            return cls(backend, bos_id, tuple(eos_ids), *texts)
+        except Exception as error:  # of the tokenizers library are no narrower
+            raise ValueError(f"{directory}: {_REST} and {_BACKEND} hold no tokenizer: {error}") from error
 
 
 def read_gguf_vocabulary(path: str | os.PathLike[str]) -> GGUFVocabulary:

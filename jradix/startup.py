@@ -17,10 +17,11 @@ from jradix.config import Buckets, EngineConfig
 from jradix.model.array_source import ArraySource
 from jradix.model.checkpoint import Checkpoint, open_checkpoint
 from jradix.model.config import ModelConfig
+from jradix.model.layer_parts import TensorSource
+from jradix.model.quantized import FORMATS
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import LayerLoop, Transformer
 from jradix.model.weights import (
-    TensorSource,
     check_tensors,
     load_transformer,
     random_transformer,
@@ -33,6 +34,7 @@ from jradix.runner import Runner, wait_for
 from jradix.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES: dict[str, Any] = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
+QUANTIZATIONS: dict[str, str | None] = {"auto": None, **{name: name for name in FORMATS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,12 @@ def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
 
 def _load_model(config: EngineConfig, sharding: Sharding, checkpoint: Checkpoint) -> Transformer:
     model_config = sharding.config
-    options: Any = {"dtype": DTYPES[config.dtype], "layer_loop": layer_loop_of(config), "sharding": sharding}
+    options: Any = {
+        "dtype": DTYPES[config.dtype],
+        "layer_loop": layer_loop_of(config),
+        "sharding": sharding,
+        "quantization": QUANTIZATIONS[config.quantization],
+    }
     if config.load_format == "dummy":
         model = random_transformer(model_config, seed=config.random_seed, **options)
     else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from jradix.stops import StopFinder
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _END = "<|jradix: end of a structured output|>"
+_FILES = ("*.json", "*.jinja", "*.tiktoken", "tokenizer.model", "merges.txt", "vocab.txt")
 _MAX_PENDING = 16
 """Tokens held back for a character that does not get complete. A character has at most four bytes, so this many tokens
 without a complete one are no text at all, and are let go as they are."""
@@ -130,11 +132,30 @@ def load_tokenizer(model_path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: there is none, or one of a kind that is not supported.
     """
     path = Path(model_path)
+    if GGUFVocabulary.is_in(path):
+        return _from_gguf(GGUFVocabulary.load(path))
     if path.is_dir():
         return _from_directory(path)
     if path.is_file():
         return _from_gguf(read_gguf_vocabulary(path))
     raise ValueError(f"model_path must be a directory or a GGUF file, got {str(path)!r}, which does not exist")
+
+
+def copy_tokenizer(model_path: str | os.PathLike[str], directory: Path) -> None:
+    """Writes to `directory` what `load_tokenizer` needs to load this tokenizer from there.
+
+    Of a Hugging Face directory these are its small files, of which it may have none; see `GGUFVocabulary.save`.
+
+    Raises:
+        ValueError: as `load_tokenizer` for a GGUF file; a file cannot be read.
+    """
+    path = Path(model_path)
+    if path.is_dir():
+        for file in sorted({file for pattern in _FILES for file in path.glob(pattern)}):
+            if file.name != "config.json" and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, directory / file.name)
+        return
+    read_gguf_vocabulary(path).save(directory)
 
 
 def _from_directory(path: Path) -> Tokenizer:

@@ -1,6 +1,7 @@
 """Steps compiled ahead of time for TPUs, as an engine there would run them: what the chip would need, without one."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -67,6 +68,27 @@ def test_a_step_updates_the_pool_in_place(
         assert memory.temp_size_in_bytes < 2 * pool_size / 8
         assert all(prod(sizes) < pool_size / 8 for sizes in copied_shapes(program))
         assert collectives(program) == ({"all-reduce": 3} if devices > 1 else {})
+
+
+def test_weights_in_int8_are_not_dequantised_before_a_matmul_reads_them(tiny_path: Callable[[str], Path]) -> None:
+    """On a TPU: no array of the step has the shape of a weight and more than 8 bits."""
+    pytest.importorskip("libtpu")
+    target = TARGETS["v6e"]
+    config, layout, kernels = parts(target, tiny_path, page_size=16)
+    sharding = Sharding(config, target.mesh())
+    model = abstract_transformer(config, dtype=jnp.bfloat16, layer_loop="scan", sharding=sharding, quantization="int8")
+    forward, parameters = jit_forward(model, PAGES, kernels, sharding)
+    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16, sharding=sharding.pool)
+    args = (parameters, pool, jax.ShapeDtypeStruct((9,), jnp.int32))
+    shape = SHAPES[0]
+    arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
+    program = target.compile(forward, *args, arrays, mesh=sharding.mesh, static=(shape,))
+    text = program.as_text()
+    assert text is not None
+    mlp, hidden = config.mlp_size, config.hidden_size
+    weight = rf"\[(?:\d+,)*(?:{mlp},{hidden}|{2 * mlp},{hidden}|{hidden},{mlp})\]"
+    assert re.search("s8" + weight, text)
+    assert not re.search(rf"(?:bf16|f32){weight}\S* fusion\(", text)
 
 
 def test_prompts_need_the_memory_of_one_block_of_logits_and_counts_stay_where_they_are(

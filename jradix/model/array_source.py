@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 class ArraySource:
-    """Arrays of numpy or jax under the tensor names of the Hugging Face format, see `weights.TensorSource`."""
+    """Arrays of numpy or jax under the tensor names of the Hugging Face format, see `layer_parts.TensorSource`."""
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Raises ValueError if a name is no string or a tensor no array."""

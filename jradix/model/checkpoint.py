@@ -15,6 +15,7 @@ import numpy.typing as npt
 from jradix.model.checkpoint_error import CheckpointError
 from jradix.model.gguf_checkpoint import GGUFCheckpoint
 from jradix.model.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
+from jradix.model.orbax_checkpoint import OrbaxCheckpoint, is_orbax
 from jradix.model.safetensors_checkpoint import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -64,9 +65,10 @@ def open_checkpoint(
     """Opens a model and checks that its files are whole; no tensor is read yet.
 
     Args:
-        model_path: A Hugging Face directory (config.json and safetensors), a GGUF file, a directory with one GGUF
-            file and no config.json, or the id of a model on the Hugging Face hub. Something that exists is never
-            taken for an id. Downloads show their progress and stay in the hub's cache.
+        model_path: A Hugging Face directory (config.json and safetensors), a directory that ``jradix convert`` wrote,
+            a GGUF file, a directory with one GGUF file and no config.json, or the id of a model on the Hugging Face
+            hub. Something that exists is never taken for an id. Downloads show their progress and stay in the hub's
+            cache.
         revision: Branch, tag or commit on the hub; no meaning for local files.
         weights: False where the config is all that is wanted: the tensors of a Hugging Face model need not be there,
             and are not downloaded.
@@ -89,6 +91,8 @@ def open_checkpoint(
 
 
 def _open_directory(directory: Path, weights: bool) -> Checkpoint:
+    if is_orbax(directory):
+        return OrbaxCheckpoint(directory, weights=weights)
     if (directory / "config.json").is_file():
         files = SafetensorsCheckpoint(directory, weights=weights)
         return Mxfp4Checkpoint(files) if is_mxfp4(files.config) else files

@@ -43,7 +43,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path, *, weights: bool = True) -> None:
         self.path = directory
-        self.config: dict[str, Any] = _read_json(directory / _CONFIG)
+        self.config: dict[str, Any] = read_json(directory / _CONFIG)
         self._tensors: dict[str, _Stored] = {}
         if not weights:
             return
@@ -56,7 +56,7 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{directory}: expected {_SINGLE} or {_INDEX} beside {_CONFIG}, found {found}")
 
     def _open_shards(self, index: Path) -> None:
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: expected weight_map from tensor names to files, found {weight_map!r}")
         names_of = defaultdict(set)
@@ -120,7 +120,7 @@ def _tensors_of(path: Path) -> dict[str, _Stored]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jradix.model.config import ModelConfig
 from jradix.model.family import Shape
+from jradix.model.quantized import SCALE
 
 TENSOR_AXIS: Final = "tensor"
 """The mesh axis over which layers are split."""
@@ -134,9 +135,11 @@ class Sharding:
         return list(self.mesh.devices.flat)
 
     def split(self, name: str, shape: Shape) -> Split:
-        """How the parameter `name`, of `shape` in one layer, is split."""
+        """How the parameter `name`, of `shape` in one layer, is split; scales as the outputs they belong to."""
+        name = name.removesuffix(SCALE)
         assert name in SPLIT or name in REPLICATED, f"{name} has no rule"
-        if name not in SPLIT or (name in BY_VOCABULARY and not self.splits_vocabulary):
+        by_input = name in SPLIT and SPLIT[name] >= len(shape)  # scales of a weight whose inputs are split
+        if name not in SPLIT or by_input or (name in BY_VOCABULARY and not self.splits_vocabulary):
             everything = tuple(map(range, shape))
             return Split(None, shape, ((Piece(everything, everything),),))
         if name in BY_HEAD and self.heads.copies > 1:

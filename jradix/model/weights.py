@@ -3,8 +3,8 @@
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,44 +13,27 @@ import numpy.typing as npt
 from flax import nnx
 
 from jradix.model.config import FAMILIES, ModelConfig
-from jradix.model.family import Index, Part, Shape
-from jradix.model.sharding import Box, Piece, Sharding, Split
+from jradix.model.family import Shape
+from jradix.model.layer_parts import (
+    LayerPart,
+    LayerParts,
+    ParameterSource,
+    TensorSource,
+    Wanted,
+    parameter_name,
+    parts_of_floats,
+    parts_of_source,
+    slices_at,
+    tensor_name,
+    whole_of,
+)
+from jradix.model.quantized import FORMATS, INPUT_AXES, SCALE, QuantizedWeight
+from jradix.model.sharding import Sharding, Split
 from jradix.model.transformer import LayerLoop, Transformer
 
 # Buffers that old checkpoints carry and that are computed here.
 IGNORED_TENSORS: Final = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 ALIGNMENT: Final = 64  # bytes; XLA's CPU backend takes over a numpy array only if it is aligned so, else copies it
-
-
-class Wanted(NamedTuple):
-    """A shard to fill: its pieces of the parameter `name` of `shape`, of one layer, or of none if `layer` is None."""
-
-    name: str
-    shape: Shape
-    axis: int
-    pieces: tuple[Piece, ...]
-    layer: int | None
-
-
-type Fill = Callable[[np.ndarray, Wanted], None]
-"""(shard, wanted): fills what is wanted of a shard of zeros."""
-
-
-class TensorSource(Protocol):
-    """A checkpoint opened for reading, under the tensor names of the Hugging Face format."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The parsed config.json."""
-        ...
-
-    def names(self) -> frozenset[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> np.ndarray:
-        """The tensor as stored or as `dtype`, to copy from and let go; `ValueError` where it is stored as no float."""
-        ...
 
 
 def load_transformer(
@@ -60,6 +43,7 @@ def load_transformer(
     dtype: npt.DTypeLike,
     layer_loop: LayerLoop,
     sharding: Sharding | None = None,
+    quantization: str | None = None,
 ) -> Transformer:
     """The model of a checkpoint, on the first device or as `sharding` says.
 
@@ -67,12 +51,36 @@ def load_transformer(
     device: beyond the parameters, the host holds at most one shard and one tensor. Of several processes each reads
     what its own devices need.
 
+    With `quantization`, a key of `quantized.FORMATS`, linear weights are quantised on the way: then the host holds one
+    layer's parameter in float32 beside. A checkpoint that is stored quantised stays so.
+
     Raises:
-        ValueError: tensors are missing, have wrong shapes or types, or are not part of such a model.
+        ValueError: tensors are missing, have wrong shapes or types, are not part of such a model, or are stored in
+            another quantization than is asked for.
     """
     check_tensors(config, source, layer_loop)
     sharding = sharding or Sharding.on_one_device(config)
-    return Transformer(config, _maker_of(config, source, dtype, sharding), layer_loop, sharding.axis)
+    make = _Maker(parts_of_source(config, source, dtype, quantization), sharding)
+    return Transformer(config, make, layer_loop, sharding.axis)
+
+
+def host_parameters(
+    config: ModelConfig, source: TensorSource, *, dtype: npt.DTypeLike, quantization: str | None = None
+) -> dict[str, np.ndarray]:
+    """Every parameter of every layer, under its `parameter_name`, in host memory. Raises as `load_transformer`."""
+    check_tensors(config, source, "unroll")
+    layer_parts = parts_of_source(config, source, dtype, quantization)
+    arrays: dict[str, np.ndarray] = {}
+
+    def make(name: str, shape: Shape, layers: range | None = None) -> jax.Array:
+        layer = None if layers is None else layers.start
+        for part in layer_parts(name, shape):
+            array = arrays[parameter_name(part.name, layer)] = np.empty(part.shape, part.dtype)
+            part.fill(array, whole_of(part.name, part.shape, 0, layer))
+        return jnp.zeros(())  # nobody computes with it
+
+    Transformer(config, make, "unroll")
+    return arrays
 
 
 def replace_parameters(
@@ -89,16 +97,22 @@ def replace_parameters(
     `parameters` is the flat list of such a model's state and is changed in place: what nobody else holds of the old
     ones is freed as it goes, so that the device never holds more than one parameter twice.
 
+    They are quantised if these are.
+
     Raises:
         ValueError: as `load_transformer`; then nothing has changed. Any other error leaves some old and some new.
     """
+    quantization = next((name for name, dtype in FORMATS.items() if any(p.dtype == dtype for p in parameters)), None)
+    if isinstance(source, ParameterSource) and source.quantization != quantization is None:
+        raise ValueError(f"the weights are stored in {source.quantization}, and the engine's are not quantised")
     check_tensors(config, source, layer_loop)
-    make = _maker_of(config, source, dtype, sharding or Sharding.on_one_device(config))
+    make = _Maker(parts_of_source(config, source, dtype, quantization), sharding or Sharding.on_one_device(config))
     make_blank: Any = _Blank
-    blanks = jax.tree.leaves(nnx.state(Transformer(config, make_blank, layer_loop)))
-    assert len(blanks) == len(parameters), "these are not the parameters of such a model"
-    for place, blank in enumerate(blanks):
-        parameters[place] = make(blank.name, blank.param_shape, blank.layers)
+    place = 0
+    for blank in jax.tree.leaves(nnx.state(Transformer(config, make_blank, layer_loop))):
+        for array in jax.tree.leaves(make(blank.name, blank.param_shape, blank.layers)):
+            parameters[place], place = array, place + 1
+    assert place == len(parameters), "these are not the parameters of such a model"
 
 
 class _Blank(jax.ShapeDtypeStruct):
@@ -116,6 +130,7 @@ def random_transformer(
     layer_loop: LayerLoop,
     seed: int,
     sharding: Sharding | None = None,
+    quantization: str | None = None,
 ) -> Transformer:
     """A model of random weights, for benchmarks: normal with variance 1 / fan-in, norms 1, biases 0.
 
@@ -134,48 +149,54 @@ def random_transformer(
             for place, index in zip(target[axis], source[axis], strict=True):
                 rng = np.random.default_rng([seed, zlib.crc32(name.encode()), 0 if layer is None else layer, index])
                 drawn = rng.standard_normal(drawn_shape, np.float32) * np.float32(fan_in**-0.5)
-                into = _at(target, axis, range(place, place + 1))
-                shard[into] = drawn[_at(source, axis, range(1))]
+                into = slices_at(target, axis, range(place, place + 1))
+                shard[into] = drawn[slices_at(source, axis, range(1))]
 
     sharding = sharding or Sharding.on_one_device(config)
-    return Transformer(config, _Maker(np.dtype(dtype), fill, sharding), layer_loop, sharding.axis)
+    make = _Maker(partial(parts_of_floats, fill=fill, dtype=np.dtype(dtype), quantization=quantization), sharding)
+    return Transformer(config, make, layer_loop, sharding.axis)
 
 
 def abstract_transformer(
-    config: ModelConfig, *, dtype: npt.DTypeLike, layer_loop: LayerLoop, sharding: Sharding | None = None
+    config: ModelConfig,
+    *,
+    dtype: npt.DTypeLike,
+    layer_loop: LayerLoop,
+    sharding: Sharding | None = None,
+    quantization: str | None = None,
 ) -> Transformer:
     """A model of shapes without arrays, of any size: to compile steps for, not to run."""
 
+    def no_fill(shard: np.ndarray, wanted: Wanted) -> None: ...
+
     def shape_only(name: str, shape: Shape, layers: range | None = None) -> Any:
         stack = () if layers is None or len(layers) == 1 else (len(layers),)
-        if sharding is None:
-            return jax.ShapeDtypeStruct((*stack, *shape), dtype)
-        split = sharding.split(name, shape)
-        return jax.ShapeDtypeStruct((*stack, *split.shape), dtype, sharding=sharding.of(split, stacked=bool(stack)))
+        arrays = []
+        for part in parts_of_floats(name, shape, fill=no_fill, dtype=np.dtype(dtype), quantization=quantization):
+            split = sharding.split(part.name, part.shape) if sharding else None
+            place = sharding.of(split, stacked=bool(stack)) if sharding and split else None
+            stacked = (*stack, *(split.shape if split else part.shape))
+            arrays.append(jax.ShapeDtypeStruct(stacked, part.dtype, sharding=place))
+        return _joined(arrays)
 
     return Transformer(config, shape_only, layer_loop, sharding.axis if sharding else None)
 
 
-def _maker_of(config: ModelConfig, source: TensorSource, dtype: npt.DTypeLike, sharding: Sharding) -> "_Maker":
-    parts_of = FAMILIES[config.architecture].parts
-
-    def fill(shard: np.ndarray, wanted: Wanted) -> None:
-        for part in parts_of[wanted.name](wanted.shape):
-            overlaps = list(_overlaps(part, wanted))
-            if overlaps:
-                _copy(shard, overlaps, part.axes, source.read(_full_name(part, wanted.layer), shard.dtype))
-
-    return _Maker(np.dtype(dtype), fill, sharding)
+def _joined(arrays: list[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else QuantizedWeight(*arrays)
 
 
 class _Maker:
-    """Makes each shard of each parameter in a host buffer of its own, which `fill` fills layer by layer."""
+    """Makes each shard of each parameter in a host buffer of its own, filled layer by layer."""
 
-    def __init__(self, dtype: np.dtype, fill: Fill, sharding: Sharding) -> None:
-        self._dtype, self._fill, self._sharding = dtype, fill, sharding
+    def __init__(self, layer_parts: LayerParts, sharding: Sharding) -> None:
+        self._layer_parts, self._sharding = layer_parts, sharding
 
-    def __call__(self, name: str, shape: Shape, layers: range | None = None) -> jax.Array:
-        split = self._sharding.split(name, shape)
+    def __call__(self, name: str, shape: Shape, layers: range | None = None) -> Any:
+        return _joined([self._array(part, layers) for part in self._layer_parts(name, shape)])
+
+    def _array(self, part: LayerPart, layers: range | None) -> jax.Array:
+        split = self._sharding.split(part.name, part.shape)
         stacked = layers is not None and len(layers) > 1
         whole_shape = (len(layers), *split.shape) if layers is not None and stacked else split.shape
         sharding = self._sharding.of(split, stacked)
@@ -184,19 +205,19 @@ class _Maker:
         for number, device in self._sharding.local_devices():
             if shard is None or split.axis is not None:
                 del shard
-                shard = self._filled(sharding.shard_shape(whole_shape), name, shape, split, number, layers)
+                shard = self._filled(sharding.shard_shape(whole_shape), part, split, number, layers)
             shards.append(jax.block_until_ready(jax.device_put(shard, device)))  # then the buffer may go
         return jax.make_array_from_single_device_arrays(whole_shape, sharding, shards)
 
     def _filled(
-        self, shard_shape: Shape, name: str, shape: Shape, split: Split, number: int, layers: range | None
+        self, shard_shape: Shape, part: LayerPart, split: Split, number: int, layers: range | None
     ) -> np.ndarray:
         """The shard `number`, of one layer, or stacked of several."""
-        buffer = _aligned_zeros(shard_shape, self._dtype)
+        buffer = _aligned_zeros(shard_shape, part.dtype)
         pieces = split.shards[0 if split.axis is None else number]
         views = [buffer] if layers is None or len(layers) == 1 else buffer
         for view, layer in zip(views, [None] if layers is None else layers, strict=True):
-            self._fill(view, Wanted(name, shape, split.axis or 0, pieces, layer))
+            part.fill(view, Wanted(part.name, part.shape, split.axis or 0, pieces, layer))
         return buffer
 
 
@@ -207,64 +228,9 @@ def _aligned_zeros(shape: Shape, dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _full_name(part: Part, layer: int | None) -> str:
-    return part.tensor if layer is None else f"model.layers.{layer}.{part.tensor}"
-
-
-class _Overlap(NamedTuple):
-    """What one place of a part gives to one piece of a shard: `shard[target]` is `place[source]`."""
-
-    within: Index  # of the place in the tensor
-    place_shape: Shape
-    source: Box
-    target: Box
-
-
-def _overlaps(part: Part, wanted: Wanted) -> Iterator[_Overlap]:
-    for index, place in part.places:
-        box = _box(place, wanted.shape)
-        for piece in wanted.pieces:
-            both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, piece.source, strict=True)]
-            if all(both):
-                source = tuple(_moved(a, -b.start) for a, b in zip(both, box, strict=True))
-                moves = [to.start - at.start for to, at in zip(piece.target, piece.source, strict=True)]
-                target = tuple(map(_moved, both, moves))
-                yield _Overlap(index, tuple(map(len, box)), source, target)
-
-
-def _copy(shard: np.ndarray, overlaps: list[_Overlap], axes: tuple[int, ...] | None, tensor: np.ndarray) -> None:
-    """A function of its own, so that the tensor is gone before the next is read."""
-    if axes is not None:
-        tensor = tensor.transpose(axes)
-    for within, place_shape, source, target in overlaps:
-        shard[_slices(target)] = tensor[within].reshape(place_shape)[_slices(source)]
-
-
-def _box(index: Index, shape: Shape) -> Box:
-    """What an index of ints and plain slices takes of each axis."""
-    given = () if index is ... else index if isinstance(index, tuple) else (index,)
-    filled = (*given, *[slice(None)] * (len(shape) - len(given)))
-    return tuple(
-        range(size)[at] if isinstance(at, slice) else range(at % size, at % size + 1)
-        for at, size in zip(filled, shape, strict=True)
-    )
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(at.start, at.stop) for at in box)
-
-
-def _at(box: Box, axis: int, place: range) -> tuple[slice, ...]:
-    return _slices((*box[:axis], place, *box[axis + 1 :]))
-
-
-def _moved(at: range, by: int) -> range:
-    return range(at.start + by, at.stop + by)
-
-
 def check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> None:
     """Raises `ValueError` unless the checkpoint has exactly the tensors that the model is made of."""
-    expected = _expected_tensors(config, layer_loop)
+    expected = _expected_tensors(config, source, layer_loop)
     names = source.names()
     missing = sorted(expected.keys() - names)
     wrong = [
@@ -285,14 +251,20 @@ def check_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLo
         )
 
 
-def _expected_tensors(config: ModelConfig, layer_loop: LayerLoop) -> dict[str, Shape]:
+def _expected_tensors(config: ModelConfig, source: TensorSource, layer_loop: LayerLoop) -> dict[str, Shape]:
     """Name and shape of every tensor of the model, found by building it without any weights."""
     expected: dict[str, Shape] = {}
     parts_of = FAMILIES[config.architecture].parts
+    parameters = source if isinstance(source, ParameterSource) else None
 
     def note(name: str, shape: Shape, layers: range | None = None) -> jax.Array:
         for layer in [None] if layers is None else layers:
-            expected.update((_full_name(part, layer), part.shape) for part in parts_of[name](shape))
+            if parameters is None:
+                expected.update((tensor_name(part, layer), part.shape) for part in parts_of[name](shape))
+                continue
+            expected[parameter_name(name, layer)] = shape
+            if parameters.quantization is not None and name in INPUT_AXES:
+                expected[parameter_name(name + SCALE, layer)] = shape[: -INPUT_AXES[name]]
         return jnp.zeros(())  # nobody computes with it
 
     Transformer(config, note, layer_loop)

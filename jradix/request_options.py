@@ -48,13 +48,21 @@ PRIORITY_LIMIT = 2**31
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string, got {value!r}")
+    return _without_surrogates(name, value)
+
+
+def _without_surrogates(name: str, value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must not hold lone surrogates, halves of a character, got {value!r}") from None
     return value
 
 
 def _salt(name: str, value: Any) -> str | int:
     if isinstance(value, bool) or not isinstance(value, str | int | np.integer):
         raise ValueError(f"{name} must be a string, an integer or None, got {value!r}")
-    return value if isinstance(value, str) else int(value)
+    return _without_surrogates(name, value) if isinstance(value, str) else int(value)
 
 
 def _positive(name: str, value: Any) -> float:

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+MAX_PATTERN_LEN = 10_000  # compiles in a tenth of a second
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<low>\d{0,18})(?:,(?P<high>\d{0,18}))?\}|.", re.DOTALL)
+"""An escape, a set of characters, a counted repeat, or any other character."""
 
 
 def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
@@ -64,7 +67,8 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
     """Returns regular expressions as `strings` does; those that do not compile or that match "" are refused.
 
     They are written as for Python's `re`, but are matched by the package `regex`, which can say that a text may become
-    a match. So both must take them, which leaves out what only one of them knows.
+    a match. So both must take them, which leaves out what only one of them knows. And `regex` writes counted repeats
+    out when it compiles: nested ones would take minutes.
     """
     expressions = strings(name, value)
     if not expressions:
@@ -72,6 +76,11 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
     import regex  # its 20 ms are for those who need it
 
     for expression in expressions:
+        if (length := _written_out_len(expression)) > MAX_PATTERN_LEN:
+            raise ValueError(
+                f"{name} must have at most {MAX_PATTERN_LEN} parts when counted repeats like {{60}} are written out, "
+                f"{expression!r:.80} has {length}"
+            )
         try:
             matches_nothing = re.compile(expression).search("") or regex.compile(expression).search("")
         except (re.error, regex.error, OverflowError, RecursionError) as error:
@@ -79,6 +88,24 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
         if matches_nothing:
             raise ValueError(f"{name} {expression!r} matches the empty text: it would end every request at once")
     return expressions
+
+
+def _written_out_len(expression: str) -> int:
+    """Parts of a regular expression, each as often as the counts behind it and around it say."""
+    open_groups, last = [0], 0
+    for part in _PATTERN_PART.finditer(expression):
+        if part[0] == "(":
+            open_groups.append(0)
+            continue
+        if part[0] == ")" and len(open_groups) > 1:
+            last = open_groups.pop() + 1
+        elif part["low"] is not None:
+            count = max(int(part["low"] or 0), int(part["high"] or 0))
+            last *= max(0, count - 1)  # it has been counted once
+        else:
+            last = 1
+        open_groups[-1] += last
+    return sum(open_groups)
 
 
 def text(name: str, value: Any) -> str:

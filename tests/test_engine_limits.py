@@ -29,6 +29,8 @@ GOOD = [3, 4, 5]
         ({"prompt": 5}, "prompt must be"),
         ({"prompt": ["ab", 5]}, "prompt must be"),
         ({"prompt": "a\ud800"}, "surrogate"),
+        ({"input_ids": GOOD, "rid": "a\ud800"}, "rid must not hold lone surrogates"),
+        ({"input_ids": GOOD, "cache_salt": "\udfff"}, "cache_salt must not hold lone surrogates"),
         ({"input_ids": []}, "input_ids must be"),
         ({"input_ids": [[]]}, "the prompt is empty"),
         ({"input_ids": [GOOD, []]}, "the prompt is empty"),

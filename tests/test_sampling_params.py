@@ -49,6 +49,10 @@ def test_defaults_follow_sglang_and_sample_from_the_whole_distribution():
         *[("stop_regex", bad) for bad in ("", ["a", ""], [1], 5, {"a": 1}, [None], b"a", "(a", "a**", "[", r"\2")],
         *[("stop_regex", bad) for bad in ("a*", "|a", "^", "(?=)", ["ok", "x?"])],
         *[("stop_regex", bad) for bad in (r"a\Kb", r"\p{L}", "(?r)ab")],  # re does not know them
+        *[
+            ("stop_regex", bad)
+            for bad in (r"((\w{99}x){9}[a]}]){99}", "(?:(?:(?:(?:a?){60}){60}){60}){60}b", "a{10001}")
+        ],
         *[("json_schema", bad) for bad in ("", "{", "5", "[]", "null", "nope", '{"a": NaN}', 5, True, [], b"{}")],
         *[("json_schema", bad) for bad in ({"a": math.nan}, {"a": {1, 2}}, {("a",): 1}, "[" * 10**5)],
         *[("regex", bad) for bad in ("", 5, ["a"], b"a", True)],

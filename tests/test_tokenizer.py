@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -184,6 +185,25 @@ def test_bos_stands_once_whether_the_tokenizer_or_the_text_brings_it():
     without = as_tokenizer(tiny_metadata(add_bos_token=False))
     assert without.encode("hi") == [ord("h"), ord("i")]
     assert without.encode("<s><s>")[:2] == [258, 258]
+
+
+def test_a_long_text_is_encoded_while_other_threads_run():
+    turns, ended = 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not ended.wait(0.001):
+            turns += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(take_turns)
+        smollm2()  # loaded
+        before = turns
+        smollm2().encode("all the words of a long text " * 20_000)
+        during = turns - before
+        ended.set()
+        other.result()
+    assert during > 10
 
 
 @pytest.mark.parametrize("text", ["\ud800", 5, None, b"x"])

@@ -49,7 +49,7 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = None
         if ready.tokenizer_path is not None:
             self.tokenizer = load_tokenizer(ready.tokenizer_path)
-        self.dead = self._stopping = False
+        self.dead = self._stopping = self._listening = False
         self._keys = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._generations: dict[int, Generation] = {}
@@ -85,7 +85,7 @@ class EngineClient:
 
     def listen(self, tell_death: Callable[[], None]) -> None:
         """Begin to work, in the event loop that runs, and tell if the process dies."""
-        self._tell_death = tell_death
+        self._tell_death, self._listening = tell_death, True
         loop = asyncio.get_running_loop()
         for target, arguments in ((self._read, (loop,)), (self._write, ())):
             threading.Thread(target=target, args=arguments, name=f"jradix{target.__name__}", daemon=True).start()
@@ -133,7 +133,10 @@ class EngineClient:
     def stop(self) -> None:
         """End the process: requests that are alive are aborted. Blocks for seconds at most, or to save the cache."""
         self._stopping = True
-        self._outbox.put(None)
+        if self._listening:
+            self._outbox.put(None)
+        else:
+            self._connection.send(None)
         self._process.join(_SECONDS_TO_END if self.info["cache_dir"] is None else _SECONDS_TO_SAVE)
         if self._process.is_alive():
             LOG.warning("the engine process does not end, and is killed")

@@ -24,6 +24,8 @@ ENGINE_DIED = 1
 _KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open. Longer than clients keep theirs, of which many have 5 and proxies 60: if the
 server is the first to close it, a request that is on its way is lost."""
+_BACKLOG = 2048
+"""Connections that may wait to be taken, as many as uvicorn has."""
 _POLL_SECONDS = 0.1
 _SECONDS_TO_TELL = 5
 """How long the answers of aborted requests may take to be sent to clients who read slowly, or not at all."""
@@ -41,13 +43,14 @@ def serve(engine_config: EngineConfig, config: ServerConfig, engine_main: Engine
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _exit)
-    with _listening(config) as listener:
+    with _bound(config) as listener:
         address = f"{config.host}:{listener.getsockname()[1]}"
         LOG.info("loading %s, to be served at http://%s", engine_config.model_path, address)
         engine = EngineClient.start(engine_config, config.log_level, engine_main)
         try:
             model_name = config.served_model_name or str(engine_config.model_path)
             service = Service(engine, config, Metrics(model_name), model_name)
+            _listen(listener, address)
             LOG.info("serving %s at http://%s", model_name, address)
             _Server(service).run([listener])
         finally:
@@ -111,7 +114,15 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listening(config: ServerConfig) -> socket.socket:
+def _listen(listener: socket.socket, address: str) -> None:
+    """Take connections. Another server may have bound the address too, before either listened, and is the first."""
+    try:
+        listener.listen(_BACKLOG)  # uvloop would not tell of an address in use
+    except OSError as error:
+        raise ValueError(f"host and port must be an address that is free: {address}: {error}") from error
+
+
+def _bound(config: ServerConfig) -> socket.socket:
     """A socket that is bound, and not listened on before the engine is ready: clients are refused until then."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)

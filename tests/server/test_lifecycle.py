@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from jradix import EngineConfig
+from jradix.server.client import EngineClient
 from jradix.server.config import ServerConfig
 from tests.server.conftest import API_KEY, MAX_QUEUED, SMALL_POOL, ServerProcess, wait_until_running
 from tests.server.test_native import events
@@ -171,6 +172,30 @@ def test_a_port_that_is_taken_is_the_users_mistake(byte_model_path: Path) -> Non
         ended = serve("--model-path", str(byte_model_path), "--port", str(port))
     assert ended.returncode == 2
     assert f"127.0.0.1:{port}" in ended.stderr.splitlines()[-1]
+
+
+def test_of_two_servers_that_start_on_one_port_the_second_says_so_and_ends(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))  # as a server does that is still loading
+        second = start_server(WITHOUT_TEXT, "--port", str(first.getsockname()[1]))
+        give_up = time.monotonic() + 60
+        while "loading" not in second.log:
+            assert time.monotonic() < give_up, second.log
+            time.sleep(0.01)
+        first.listen()
+        assert second.process.wait(60) == 2
+    assert "host and port must be an address that is free" in second.log
+
+
+def test_an_engine_that_nobody_has_listened_to_ends_when_told(
+    byte_model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model_path=str(byte_model_path), dtype="float32", max_total_tokens=64, context_length=32)
+    EngineClient.start(config).stop()
+    assert not caplog.records, "it had to be killed"
 
 
 def test_a_model_that_is_missing_is_the_users_mistake(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from flax import nnx
 
 from jradix import mesh
-from jradix.batch import StepArrays, packed_len
-from jradix.cache.pool import allocate_pool, copy_pages, put_pages, take_pages
+from jradix.batch import packed_len
+from jradix.cache.pool import allocate_pool, put_pages, take_pages
 from jradix.config import Buckets, StepShape
+from jradix.jitted import jit, jit_copies, jit_forward, jit_prompt_logprobs, packed_logprobs, pick, sample_and_store
 from jradix.logit_processor import (
     MAX_PROCESSORS,
     LogitProcessor,
@@ -26,14 +27,13 @@ from jradix.logit_processor import (
     packed_processor_rows,
 )
 from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
-from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs, logprobs, prompt_logprobs
+from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
 from jradix.programs import Programs
-from jradix.sampling import likeliest, sample
-from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows, unpack_sampling
+from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows
 from jradix.sampling_params import MAX_BIASES
 
 TRANSFER_BYTES = 64 << 20
@@ -121,21 +121,21 @@ class Runner:
         self.sharding = sharding
         self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels, sharding)
         self._copy_pages = jit_copies(layout.num_pages, sharding)
-        self._sample = _jit(
-            _sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
+        self._sample = jit(
+            sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
         )
         read, write = (partial(move, pages_per_layer=layout.num_pages) for move in (take_pages, put_pages))
-        self._read_pages = _jit(read, (sharding.pool, everywhere), everywhere)
-        self._write_pages = _jit(write, (sharding.pool, everywhere, everywhere), sharding.pool, donate=0)
+        self._read_pages = jit(read, (sharding.pool, everywhere), everywhere)
+        self._write_pages = jit(write, (sharding.pool, everywhere, everywhere), sharding.pool, donate=0)
         self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
-        self._no_counts = _jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32), (), counts)
-        self._set_counts = _jit(set_counts, (counts, everywhere, everywhere), counts, donate=0)
-        self._penalize = _jit(penalize, (logits, counts, everywhere, everywhere), (logits, counts), donate=1)
-        self._add_bias = _jit(add_bias, (logits, everywhere), logits)
-        self._apply_mask = _jit(apply_mask, (logits, everywhere), logits)
+        self._no_counts = jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32), (), counts)
+        self._set_counts = jit(set_counts, (counts, everywhere, everywhere), counts, donate=0)
+        self._penalize = jit(penalize, (logits, counts, everywhere, everywhere), (logits, counts), donate=1)
+        self._add_bias = jit(add_bias, (logits, everywhere), logits)
+        self._apply_mask = jit(apply_mask, (logits, everywhere), logits)
         self._processors: dict[LogitProcessor, jax.stages.Wrapped] = {}
-        self._logprobs = _jit(_packed_logprobs, (logits, everywhere, everywhere), everywhere)
-        self._pick = _jit(_pick, (everywhere, everywhere), everywhere)
+        self._logprobs = jit(packed_logprobs, (logits, everywhere, everywhere), everywhere)
+        self._pick = jit(pick, (everywhere, everywhere), everywhere)
         block = min(PROMPT_BLOCK, buckets.extend_tokens[-1])
         self.max_prompt_logprobs = -(-buckets.extend_tokens[-1] // block) * block
         self._prompt_logprobs = jit_prompt_logprobs(model, block, sharding)
@@ -207,7 +207,7 @@ class Runner:
         check_processor(processor, self._vocab_size)
         logits, everywhere = self.sharding.logits, self.sharding.replicated
         process = partial(apply_processor, processor=processor)
-        self._processors[processor] = _jit(process, (logits, everywhere, everywhere), logits)
+        self._processors[processor] = jit(process, (logits, everywhere, everywhere), logits)
 
     def launch_forward(
         self, shape: StepShape, arrays: npt.NDArray[np.int32], copies: npt.NDArray[np.int32] | None = None
@@ -392,98 +392,13 @@ class Runner:
         return jax.ShapeDtypeStruct((tokens, self._hidden_size), self._dtype)
 
 
-def jit_forward(
-    model: Transformer, pages_per_layer: int, kernels: Kernels, sharding: Sharding
-) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """The forward pass of a step, and its parameters, a flat list, because jax walks them on every launch.
-
-    `(parameters, pool, next_tokens, arrays, shape) -> (logits, hidden, sample_slots, pool)`. The pool is donated. A
-    token id `-1 - slot` is looked up in `next_tokens`. On several devices each of them runs the function on its shards,
-    and nothing is sent but the sums that the model asks for.
-    """
-    graph, state = nnx.split(model)
-    parameters, structure = jax.tree.flatten(state)
-    everywhere = sharding.replicated
-    inputs = ([parameter.sharding for parameter in parameters], sharding.pool, everywhere, everywhere)
-    outputs = (sharding.logits, everywhere, everywhere, sharding.pool)
-
-    def forward(
-        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, shape: StepShape
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        step = StepArrays.unpack(arrays, shape, pages_per_layer, kernels)
-        token_ids = jnp.where(step.token_ids >= 0, step.token_ids, next_tokens[-1 - step.token_ids])
-        logits, hidden, pool = merged(token_ids, pool, step.attention, step.logits_at)
-        return logits, hidden, step.sample_slots, pool
-
-    def on_each_device(
-        parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, shape: StepShape
-    ) -> Any:
-        specs = jax.tree.map(lambda place: place.spec, (inputs, outputs))
-        local = jax.shard_map(
-            partial(forward, shape=shape), mesh=sharding.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )
-        return local(parameters, pool, next_tokens, arrays)
-
-    function = forward if sharding.axis is None else on_each_device
-    return _jit(function, inputs, outputs, donate=1, static_argnums=4), parameters
-
-
-def jit_copies(pages_per_layer: int, sharding: Sharding) -> jax.stages.Wrapped:
-    """`copy_pages` with the pool donated."""
-    copy = partial(copy_pages, pages_per_layer=pages_per_layer)
-    return _jit(copy, (sharding.pool, sharding.replicated), sharding.pool, donate=0)
-
-
-def jit_prompt_logprobs(model: Transformer, block: int, sharding: Sharding) -> jax.stages.Wrapped:
-    """Log-probabilities of prompt tokens, `block` of them at a time.
-
-    `(parameters, hidden, tokens, given_ids) -> packed`, for `jit_forward`'s parameters and what `_pick` gives; see
-    `logprobs.prompt_logprobs` and `PromptLogprobInputs`.
-    """
-    graph, state = nnx.split(model)
-    parameters, structure = jax.tree.flatten(state)
-    everywhere = sharding.replicated
-
-    def run(parameters: list[jax.Array], hidden: jax.Array, tokens: jax.Array, given_ids: jax.Array) -> jax.Array:
-        merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        return prompt_logprobs(hidden, tokens[1], given_ids, merged.logits, block=block)
-
-    inputs = ([parameter.sharding for parameter in parameters], everywhere, everywhere, everywhere)
-    return _jit(run, inputs, everywhere)
-
-
 def wait_for(model: Transformer) -> None:
     """Return once every parameter is on the device."""
     jax.block_until_ready(nnx.state(model))
 
 
-def _jit(
-    function: Callable[..., Any], inputs: Any, outputs: Any, donate: int | tuple[()] = (), **static: Any
-) -> jax.stages.Wrapped:
-    """Compiled for arguments and results that lie as said: left open, a donated one might come back elsewhere."""
-    return jax.jit(function, in_shardings=inputs, out_shardings=outputs, donate_argnums=donate, **static)
-
-
 def _bytes_per_device(array: jax.Array) -> int:
     return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
-def _sample_and_store(
-    logits: jax.Array, next_tokens: jax.Array, slots: jax.Array, sampling: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Sample a token a row and store it at the row's slot; rows that sample nothing have the last slot."""
-    tokens = likeliest(logits) if sampling is None else sample(logits, unpack_sampling(sampling), greedy_only=False)
-    return tokens, next_tokens.at[slots].set(tokens)
-
-
-def _packed_logprobs(logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array) -> jax.Array:
-    return logprobs(logits, token_ids, given_ids).packed()
-
-
-def _pick(hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Hidden states of the step's tokens `tokens[0]`."""
-    return hidden.at[tokens[0]].get(mode="clip")
 
 
 def _int32(*sizes: int) -> jax.ShapeDtypeStruct:

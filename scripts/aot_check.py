@@ -44,6 +44,7 @@ from jradix.aot import TARGETS, Target, collectives, copied_shapes
 from jradix.batch import packed_len
 from jradix.cache.pool import pages_that_fit
 from jradix.config import Buckets, EngineConfig, StepShape
+from jradix.jitted import jit_copies, jit_forward
 from jradix.mesh import ACCELERATOR_FRACTION, layer_loop_for
 from jradix.model.config import ModelConfig
 from jradix.model.sharding import TENSOR_AXIS, Sharding
@@ -52,7 +53,6 @@ from jradix.model.weights import abstract_transformer
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels, choose
-from jradix.runner import jit_copies, jit_forward
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 MAX_TEMPORARY = 0.05  # of the pool

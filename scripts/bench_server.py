@@ -331,6 +331,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser)
     parser.add_argument("--streams", type=int, default=64, help="requests at once")
+    parser.add_argument("--output-len", type=int, default=Load().output_len, help="output tokens of each stream")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of all streams")
     parser.add_argument("--cached-repeats", type=int, default=30, help="streams of the cached prompt")
     parser.add_argument("--quick", action="store_true", help="a small load, for tests")
@@ -340,7 +341,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    load = QUICK_LOAD if options.quick else Load()
+    load = QUICK_LOAD if options.quick else Load(output_len=options.output_len)
     context_length = 2 * (load.cached_len + load.cached_output_len)
     fields = {
         "max_running_requests": options.streams,

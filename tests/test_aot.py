@@ -14,6 +14,7 @@ import pytest
 from jradix.aot import TARGETS, Target, collectives, copied_shapes
 from jradix.batch import packed_len
 from jradix.config import StepShape
+from jradix.jitted import jit_copies, jit_forward, jit_prompt_logprobs
 from jradix.logits import penalize
 from jradix.model.config import ModelConfig
 from jradix.model.sharding import Sharding
@@ -21,7 +22,6 @@ from jradix.model.weights import abstract_transformer
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import XLA, Kernels, choose
-from jradix.runner import jit_copies, jit_forward, jit_prompt_logprobs
 
 LAYERS = 4
 WIDE = {"num_hidden_layers": LAYERS, "hidden_size": 256, "head_dim": 128, "intermediate_size": 512}

@@ -18,6 +18,7 @@ from jradix.aot import collectives, copied_shapes
 from jradix.batch import StepArrays, packed_len
 from jradix.cache.pool import allocate_pool
 from jradix.config import StepShape
+from jradix.jitted import jit_forward
 from jradix.mesh import tensor_mesh
 from jradix.model.checkpoint import open_checkpoint
 from jradix.model.config import ModelConfig
@@ -25,7 +26,6 @@ from jradix.model.sharding import Sharding
 from jradix.model.weights import load_transformer, random_transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import XLA
-from jradix.runner import jit_forward
 from tests.tiny_engine import Golden, greedy, output_ids, prompts_with_shared_prefixes, sampled, start
 
 QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}

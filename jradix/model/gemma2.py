@@ -35,16 +35,14 @@ def soft_cap(fields: Fields, key: str, default: float | None) -> float | None:
     return None if fields.get(key, default) is None else fields.number(key, default)
 
 
-GEMMA_PARTS: Final = {
-    **DENSE_PARTS,
-    "attention_post_norm": whole("post_attention_layernorm.weight"),
-    "mlp_norm": whole("pre_feedforward_layernorm.weight"),
-    "mlp_post_norm": whole("post_feedforward_layernorm.weight"),
-}
-
 GEMMA2: Final = Family(
     _parse,
-    GEMMA_PARTS,
+    {
+        **DENSE_PARTS,
+        "attention_post_norm": whole("post_attention_layernorm.weight"),
+        "mlp_norm": whole("pre_feedforward_layernorm.weight"),
+        "mlp_post_norm": whole("post_feedforward_layernorm.weight"),
+    },
     kv_heads=4,
     head_dim=256,
     tie_word_embeddings=True,

@@ -1,10 +1,11 @@
 """Gemma 3, its text model: Gemma 2 with head norms for caps, and a rope of their own in the layers with a window."""
 
+from dataclasses import replace
 from typing import Any, Final
 
-from jradix.model.family import Family, alternating_windows
+from jradix.model.family import alternating_windows
 from jradix.model.fields import Fields
-from jradix.model.gemma2 import GEMMA_PARTS, gemma_fields, soft_cap
+from jradix.model.gemma2 import GEMMA2, gemma_fields, soft_cap
 
 
 def _parse(fields: Fields) -> dict[str, Any]:
@@ -17,14 +18,6 @@ def _parse(fields: Fields) -> dict[str, Any]:
     }
 
 
-GEMMA3_TEXT: Final = Family(
-    _parse,
-    GEMMA_PARTS,
-    kv_heads=4,
-    head_dim=256,
-    tie_word_embeddings=True,
-    activation="gelu_pytorch_tanh",
-    rope_theta=1e6,
-    window_rope_theta=1e4,
-    rope_types=frozenset({"default", "linear"}),
+GEMMA3_TEXT: Final = replace(
+    GEMMA2, parse=_parse, rope_theta=1e6, window_rope_theta=1e4, rope_types=frozenset({"default", "linear"})
 )

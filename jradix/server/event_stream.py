@@ -1,10 +1,10 @@
 """Server-sent events: a generation's results as lines `data: {...}`, until all have ended or the client has gone."""
 
-import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -53,7 +53,7 @@ class EventStream(Response):
 
 def event_bytes(event: dict[str, Any]) -> bytes:
     """One event. JSON has no line breaks outside of its strings, and escapes those inside."""
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(event) + b"\n\n"
 
 
 async def _send_body(send: Send, body: bytes) -> None:

@@ -16,6 +16,7 @@ from jradix.server.app import make_app
 from jradix.server.client import EngineClient, EngineDeadError, EngineMain
 from jradix.server.config import ServerConfig
 from jradix.server.engine_process import main
+from jradix.server.http_protocol import LimitedHttpProtocol
 from jradix.server.metrics import Metrics
 from jradix.server.service import Service
 
@@ -69,6 +70,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service),
+                http=LimitedHttpProtocol,
                 log_config=None,
                 access_log=False,
                 server_header=False,

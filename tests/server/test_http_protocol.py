@@ -1,0 +1,79 @@
+"""What of a request is no body is limited: its line, its headers, what frames its pieces, its trailers."""
+
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from jradix.server.http_protocol import MAX_HEAD_BYTES
+from tests.server.conftest import API_KEY
+
+HEAD = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + "Transfer-Encoding: chunked\r\n\r\n"
+ENDLESS_BYTES = 2**26  # far more than the sockets between hold
+BODY = b'{"text": "a", "sampling_params": {"max_new_tokens": 1}}'
+
+
+@pytest.fixture
+def connection(url: str) -> Iterator[socket.socket]:
+    address = urlsplit(url)
+    assert address.hostname is not None
+    assert address.port is not None
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        yield connection
+
+
+def send_without_end(connection: socket.socket, start: bytes, piece: bytes) -> bytes:
+    """What the server says before it closes the connection on one who sends and sends."""
+    connection.sendall(start)
+    answer = b""
+    try:
+        for _ in range(ENDLESS_BYTES // len(piece)):
+            connection.sendall(piece)
+        raise AssertionError("the server takes in whatever comes")
+    except OSError:
+        pass
+    try:
+        while data := connection.recv(2**16):
+            answer += data
+    except OSError:
+        pass  # it closed while more was on its way, which resets the connection
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"GET /", b"a" * 1000),
+        (b"GET /health HTTP/1.1\r\nX-Long: ", b"a" * 1000),
+        (b"GET /health HTTP/1.1\r\n", b"".join(b"X-%d: %d\r\n" % (i, i) for i in range(100))),
+        (CHUNKED.encode(), b"1;" + b"e" * 1000 + b"\r\n \r\n"),
+        (CHUNKED.encode() + b"0\r\n", b"".join(b"X-%d: %d\r\n" % (i, i) for i in range(100))),
+    ],
+    ids=["line", "header", "headers", "chunk extensions", "trailers"],
+)
+def test_nothing_beside_a_body_may_grow_without_end(connection: socket.socket, start: bytes, piece: bytes) -> None:
+    answer = send_without_end(connection, start, piece)
+    assert not answer or answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_long_head_is_told_its_limit(connection: socket.socket) -> None:
+    connection.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * MAX_HEAD_BYTES)
+    assert f"more than {MAX_HEAD_BYTES} bytes".encode() in connection.recv(2**16)
+
+
+def test_bodies_in_pieces_and_one_request_after_another_are_not_counted(connection: socket.socket) -> None:
+    """Together far above the limit, each far below."""
+    padded = BODY[:-1] + b" " * (MAX_HEAD_BYTES // 2) + b"}"
+    whole = (HEAD + f"X-Long: {'a' * (MAX_HEAD_BYTES // 2)}\r\nContent-Length: {len(padded)}\r\n\r\n").encode() + padded
+    pieces = [padded[start : start + 1000] for start in range(0, len(padded), 1000)]
+    chunks = CHUNKED.encode() + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    for request in (whole, chunks, whole, whole, chunks):
+        connection.sendall(request)
+        answer = b""
+        while not answer.rstrip().endswith(b"}"):
+            data = connection.recv(2**16)
+            assert data, answer
+            answer += data
+        assert answer.startswith(b"HTTP/1.1 200 ")

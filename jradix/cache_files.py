@@ -7,7 +7,6 @@ them, with a checksum of each. Everything is written to `saving`, forced to disk
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from jradix.cache.namespace import Namespace
 from jradix.cache.snapshot import Row, Snapshot
+from jradix.durable import sync_path, sync_tree
 
 FORMAT = 2
 """Changes when older versions of jradix could not read what this one writes, or the other way round."""
@@ -75,14 +75,14 @@ def write(directory: Path, fingerprint: Fingerprint, snapshot: Snapshot, read: R
             manifest |= {"format": FORMAT, "fingerprint": dict(fingerprint)}
             body = json.dumps(manifest, sort_keys=True)
             (temporary / _MANIFEST).write_text(json.dumps({"checksum": crc32(body.encode()), "body": body}))
-            sizes = _sync(temporary)
+            sizes = sync_tree(temporary)
             older = _snapshots(directory)
             number = 1 + max(older, default=0)
             temporary.rename(directory / f"{_PREFIX}{number:06}")
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync_path(directory)
+        sync_path(directory)
         for path in older.values():
             shutil.rmtree(path, ignore_errors=True)
     return sum(sizes), len(sizes)
@@ -201,25 +201,6 @@ def _named_damage(path: Path) -> Iterator[None]:
 def _require(condition: bool, expected: str) -> None:
     if not condition:
         raise ValueError(f"expected {expected}")
-
-
-def _sync(top: Path) -> list[int]:
-    """Force everything below `top` to disk; returns the sizes of the files."""
-    sizes: list[int] = []
-    for path, _, names in os.walk(top, topdown=False):
-        for name in names:
-            _sync_path(Path(path, name))
-            sizes.append(Path(path, name).stat().st_size)
-        _sync_path(Path(path))
-    return sizes
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_json(namespace: Hashable) -> Any:

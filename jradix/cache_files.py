@@ -7,9 +7,8 @@ them, with a checksum of each. Everything is written to `saving`, forced to disk
 
 import fcntl
 import json
-import os
 import shutil
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,18 @@ import numpy.typing as npt
 
 from jradix.cache.namespace import Namespace
 from jradix.cache.snapshot import Row, Snapshot
+from jradix.durable import sync_path, sync_tree
 
-FORMAT = 1
+FORMAT = 2
 """Changes when older versions of jradix could not read what this one writes, or the other way round."""
 _PREFIX, _TEMPORARY, _MANIFEST, _TREE = "snapshot-", "saving", "manifest.json", "tree"
 
 type Fingerprint = Mapping[str, str | int | bool]
 """What the KV depends on beside the tokens, by names that a user knows."""
+
+
+type Read = Callable[[int, int], npt.NDArray[Any]]
+"""(start, stop): the content of pages `[start, stop)` of a snapshot, `[pages, layers, kv_heads, ...]`."""
 
 
 class UnusableSnapshotError(Exception):
@@ -43,7 +47,7 @@ class SavedCache:
     chunks: tuple[tuple[int, int], ...]  # number of pages and checksum of each
 
     def read_chunk(self, index: int) -> npt.NDArray[Any]:
-        """`[pages, layers, *page]`. Raises UnusableSnapshotError."""
+        """`[pages, layers, kv_heads, 2, page_size, head_dim]`, see `pool.take_pages`. Raises UnusableSnapshotError."""
         num_pages, checksum = self.chunks[index]
         with _named_damage(self.path):
             content = _read_arrays(self.path / _chunk_name(index))["pages"]
@@ -52,12 +56,12 @@ class SavedCache:
         return content
 
 
-def write(
-    directory: Path, fingerprint: Fingerprint, snapshot: Snapshot, contents: Iterable[npt.NDArray[Any]]
-) -> tuple[int, int]:
+def write(directory: Path, fingerprint: Fingerprint, snapshot: Snapshot, read: Read, chunk_len: int) -> tuple[int, int]:
     """Replace the snapshot in `directory`; returns the number of bytes written and of files.
 
-    contents: of the snapshot's pages in their order, in chunks of any length, of which one at a time is in memory.
+    read: gives the content of a range of the snapshot's pages. It is called for at most `chunk_len` at a time, from the
+    last pages, which were used longest ago and may be evicted next, to the first. One chunk at a time is in memory.
+
     However this ends, also by a power failure, the directory holds the old snapshot or the new one. Two processes that
     write do it one after the other.
     """
@@ -67,18 +71,18 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         temporary.mkdir(mode=0o700)  # prompts and salts are in there
         try:
-            manifest = _write_arrays_of(snapshot, contents, temporary)
+            manifest = _write_arrays_of(snapshot, read, chunk_len, temporary)
             manifest |= {"format": FORMAT, "fingerprint": dict(fingerprint)}
             body = json.dumps(manifest, sort_keys=True)
             (temporary / _MANIFEST).write_text(json.dumps({"checksum": crc32(body.encode()), "body": body}))
-            sizes = _sync(temporary)
+            sizes = sync_tree(temporary)
             older = _snapshots(directory)
             number = 1 + max(older, default=0)
             temporary.rename(directory / f"{_PREFIX}{number:06}")
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync_path(directory)
+        sync_path(directory)
         for path in older.values():
             shutil.rmtree(path, ignore_errors=True)
     return sum(sizes), len(sizes)
@@ -115,13 +119,14 @@ def is_storable(namespace: Hashable) -> bool:
     return namespace is None or type(namespace) in (str, int)
 
 
-def _write_arrays_of(snapshot: Snapshot, contents: Iterable[npt.NDArray[Any]], path: Path) -> dict[str, Any]:
+def _write_arrays_of(snapshot: Snapshot, read: Read, chunk_len: int, path: Path) -> dict[str, Any]:
     """Writes all arrays below `path`, and returns the manifest."""
     chunks: list[tuple[int, int]] = []
-    for content in contents:
-        _write_arrays(path / _chunk_name(len(chunks)), {"pages": content})
-        chunks.append((len(content), _checksum(content)))
-    assert sum(num_pages for num_pages, _ in chunks) == len(snapshot.pages), "some pages have no content"
+    starts = range(0, len(snapshot.pages), chunk_len)
+    for index, start in reversed(list(enumerate(starts))):
+        content = read(start, min(start + chunk_len, len(snapshot.pages)))
+        _write_arrays(path / _chunk_name(index), {"pages": content})
+        chunks.insert(0, (len(content), _checksum(content)))
     if len(snapshot.rows):
         _write_arrays(path / _TREE, {"rows": snapshot.rows, "tokens": snapshot.tokens})
     return {
@@ -196,25 +201,6 @@ def _named_damage(path: Path) -> Iterator[None]:
 def _require(condition: bool, expected: str) -> None:
     if not condition:
         raise ValueError(f"expected {expected}")
-
-
-def _sync(top: Path) -> list[int]:
-    """Force everything below `top` to disk; returns the sizes of the files."""
-    sizes: list[int] = []
-    for path, _, names in os.walk(top, topdown=False):
-        for name in names:
-            _sync_path(Path(path, name))
-            sizes.append(Path(path, name).stat().st_size)
-        _sync_path(Path(path))
-    return sizes
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_json(namespace: Hashable) -> Any:

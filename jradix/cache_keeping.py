@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,28 +11,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jradix.cache.snapshot import Snapshot, take
 from jradix.cache_files import Fingerprint, SavedCache, UnusableSnapshotError, is_storable, open_newest, write
 from jradix.core import Core
 from jradix.loop import Loop, ShutDownError
 from jradix.model.config import ModelConfig
-from jradix.runner import Runner
+from jradix.snapshot_reader import SnapshotReader
 
 LOG = logging.getLogger(__name__)
 
 
-def save(core: Core, model_config: ModelConfig, directory: Path) -> dict[str, Any]:
-    """Write what the cache holds now; to be called on the engine's thread. Returns the numbers of the report.
+def save(core: Core, loop: Loop, model_config: ModelConfig, directory: Path) -> dict[str, Any]:
+    """Write what the cache holds now; not to be called on the engine's thread. Returns the numbers of the report.
+
+    The engine's thread reads a chunk of pages between two steps, and this one writes it before it asks for the next.
 
     Raises:
-        RuntimeError: the weights are of two kinds, after an update that failed.
-        OSError: the directory cannot be written; then the snapshot that it held is still there.
+        RuntimeError: the weights are of two kinds, after an update that failed; or `SnapshotReader.end` says why.
+        ShutDownError: the engine is shut down.
+        OSError: the directory cannot be written. After any error the snapshot that it held is still there.
     """
-    if not core.weights_are_whole:
-        raise RuntimeError("the cache cannot be saved after an update of the weights that failed: update them again")
     started = time.perf_counter()
-    snapshot = take(core.cache.tree, core.cache.clock, is_storable)
-    num_bytes, num_files = write(directory, fingerprint(core, model_config), snapshot, _contents(core.runner, snapshot))
+    reader, about = loop.call(partial(_begin, core, model_config))
+    snapshot = reader.snapshot
+
+    def read(start: int, stop: int) -> npt.NDArray[Any]:
+        return loop.call(partial(reader.read, start, stop))
+
+    try:
+        num_bytes, num_files = write(directory, about, snapshot, read, core.runner.transfer_pages)
+    finally:
+        loop.post(partial(core.end_reading, reader))
     return {
         "pages": len(snapshot.pages),
         "tokens": len(snapshot.tokens),
@@ -43,26 +50,22 @@ def save(core: Core, model_config: ModelConfig, directory: Path) -> dict[str, An
     }
 
 
-def _contents(runner: Runner, snapshot: Snapshot) -> Iterator[npt.NDArray[Any]]:
-    for start in range(0, len(snapshot.pages), runner.transfer_pages):
-        yield runner.read_pages(snapshot.pages[start : start + runner.transfer_pages])
+def _begin(core: Core, model_config: ModelConfig) -> tuple[SnapshotReader, Fingerprint]:
+    if not core.weights_are_whole:
+        raise RuntimeError("the cache cannot be saved after an update of the weights that failed: update them again")
+    return core.begin_reading(is_storable), fingerprint(core, model_config)
 
 
 def fingerprint(core: Core, model_config: ModelConfig) -> Fingerprint:
-    """Everything beside the tokens that the content of a page depends on.
+    """Everything beside the tokens that the content of a page depends on, whatever the devices.
 
-    The model's configuration field by field, some numbers of every parameter, and how a page is laid out.
+    That is the model's configuration field by field, some numbers of every parameter, and the type and size of a page.
     """
-    layout = core.layout
     model = {f"model {name}": repr(value) for name, value in asdict(model_config).items()}
     return model | {
         "weights": core.runner.fingerprint(),
         "dtype": core.runner.pool.dtype.name,
-        "page_size": layout.page_size,
-        "layers": layout.layers,
-        "kv_heads": layout.kv_heads,
-        "head_dim": layout.head_dim,
-        "joined pages": layout.joined,
+        "page_size": core.layout.page_size,
     }
 
 

@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from jradix.runner import Collected, LaunchedStep
 from jradix.sampling_batch import SamplingInputs, build_mask, build_sampling_inputs
 from jradix.schedule_plan import StepPlan
 from jradix.scheduler import ResultsNeededError, Scheduler
+from jradix.snapshot_reader import SnapshotReader
 from jradix.startup import Parts
 
 MANY_DEADLINES = 1_000
@@ -64,6 +65,7 @@ class Core:
         # A heap of deadline, number among all, and output; with requests that have ended.
         self._deadlines: list[tuple[float, int, Output]] = []
         self._deadline_numbers = itertools.count()
+        self._snapshot_reader: SnapshotReader | None = None
         self._start_afresh()
 
     @property
@@ -163,6 +165,7 @@ class Core:
         """
         self._collect_all()
         self.scheduler.retract_all()
+        self._end_reading("the weights were updated")
         self.cache.pins.remove_all()
         self.flush_cache()
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
@@ -186,6 +189,8 @@ class Core:
         """
         try:
             plan = self._plan()
+            if self._snapshot_reader is not None:
+                self._snapshot_reader.keep_endangered()
             if plan is not None:
                 self._launch(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > 1):
@@ -196,7 +201,22 @@ class Core:
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request holds; returns the number of pages freed."""
         self._restoration = None  # what is still to come is forgotten too
+        self._end_reading("it was flushed")
         return self.cache.flush()
+
+    def begin_reading(self, is_wanted: Callable[[Hashable], bool]) -> SnapshotReader:
+        """What the cache holds now, of the namespaces that are wanted: to be read between steps, and then ended.
+
+        A flush, new weights and a step that fails end it too.
+        """
+        self._end_reading("it was saved a second time")
+        self._snapshot_reader = SnapshotReader(self.cache, self.runner, is_wanted)
+        return self._snapshot_reader
+
+    def end_reading(self, reader: SnapshotReader) -> None:
+        """Nobody will read on."""
+        if self._snapshot_reader is reader:
+            self._end_reading("the save ended")
 
     def begin_restoration(self, snapshot: Snapshot) -> None:
         """Let `restore_pages` follow; before the first request."""
@@ -205,7 +225,7 @@ class Core:
     def restore_pages(self, start: int, content: npt.NDArray[Any]) -> int | None:
         """Enter the pages of the snapshot from `start` on, in its order. None: there is no use in more of them.
 
-        content: `[pages, layers, *page]`. Returns how many the cache has taken.
+        content: as `Runner.read_pages` gives it. Returns how many the cache has taken.
         """
         restoration = self._restoration
         if restoration is None:
@@ -354,8 +374,14 @@ class Core:
         self._start_afresh()
         self.runner.reset()
 
+    def _end_reading(self, reason: str) -> None:
+        if self._snapshot_reader is not None:
+            self._snapshot_reader.end(reason)
+            self._snapshot_reader = None
+
     def _start_afresh(self) -> None:
         """An empty cache, and a scheduler without requests."""
+        self._end_reading("a step failed")
         self._restoration: Restoration | None = None  # into this cache
         self.cache = PrefixCache(
             self.layout.num_pages - 1,

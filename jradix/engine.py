@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -66,6 +67,7 @@ class Engine:
             random_seed=self.config.random_seed,
         )
         self._core = Core(self.config, parts)
+        self._saving = threading.Lock()  # one save follows the other
         self._restorer: Restorer | None = None
         if self.config.cache_dir is not None:
             self._restorer = Restorer(self._core, self.model_config, Path(self.config.cache_dir))
@@ -222,14 +224,16 @@ class Engine:
     def save_cache(self, directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Save what the prefix cache holds, for an engine that starts with this directory as its `cache_dir`.
 
-        No step is made meanwhile. A snapshot that was there is replaced, whole or, if this fails, not at all. It tells
-        who may read the directory every cached prompt, and every salt.
+        Saved is what it holds now. Steps go on meanwhile: they wait only while a piece of at most 64 MiB is read from
+        the device. A snapshot that was there is replaced, whole or, if this fails, not at all. It tells who may read
+        the directory every cached prompt, and every salt.
 
         directory: if not given, `cache_dir`. Returns `pages`, `tokens`, `bytes` and `files` written, and `seconds`.
 
         Raises:
             ValueError: there is no directory.
-            RuntimeError: the last update of the weights has failed.
+            RuntimeError: the last update of the weights has failed; or the cache was flushed, the weights were
+                updated, or a step failed while it was saved.
             OSError: it cannot be written.
         """
         target = self.config.cache_dir if directory is None else directory
@@ -237,7 +241,8 @@ class Engine:
             raise ValueError("directory must be given, as this engine has no cache_dir")
         if self._restorer is not None:
             self._restorer.wait()  # else what it has not restored yet would be lost
-        return self._loop.call(partial(save, self._core, self.model_config, Path(target).absolute()))
+        with self._saving:
+            return save(self._core, self._loop, self.model_config, Path(target).absolute())
 
     def get_server_info(self) -> dict[str, Any]:
         """The configuration, what was made of it, and what runs now."""

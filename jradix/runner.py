@@ -28,6 +28,8 @@ from jradix.logit_processor import (
 )
 from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
 from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs
+from jradix.model.parameters import list_parameters
+from jradix.model.quantized import FORMATS
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
@@ -38,8 +40,6 @@ from jradix.sampling_params import MAX_BIASES
 
 TRANSFER_BYTES = 64 << 20
 """The most that one launch moves between pool and host, unless a page is larger: so that steps go on."""
-SAMPLES = 64
-"""Numbers of each parameter that its fingerprint covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class Runner:
         self._sample = jit(
             sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
         )
-        read, write = (partial(move, pages_per_layer=layout.num_pages) for move in (take_pages, put_pages))
+        self._content_shape = (layout.layers, model.config.kv_heads, 2, layout.page_size, layout.head_dim)
+        read = partial(take_pages, layout=layout, kv_heads=model.config.kv_heads, copies=sharding.heads.copies)
+        write = partial(put_pages, layout=layout, copies=sharding.heads.copies)
         self._read_pages = jit(read, (sharding.pool, everywhere), everywhere)
         self._write_pages = jit(write, (sharding.pool, everywhere, everywhere), sharding.pool, donate=0)
         self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
@@ -141,6 +143,8 @@ class Runner:
         self._prompt_logprobs = jit_prompt_logprobs(model, block, sharding)
         self.programs = Programs(mesh.compiler_options())
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
+        quantized = any(parameter.dtype in FORMATS.values() for parameter in self.parameters)
+        self._named = list_parameters(model.config, model.layer_loop, quantized=quantized)
         self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
         self.reset()
 
@@ -256,16 +260,16 @@ class Runner:
     @property
     def transfer_pages(self) -> int:
         """The most pages that `read_pages` gives at a time."""
-        page_bytes = self._layout.page_bytes(jnp.dtype(self._dtype).itemsize)
+        page_bytes = prod(self._content_shape) * jnp.dtype(self._dtype).itemsize
         return max(1, min(self._layout.num_pages - 1, TRANSFER_BYTES // page_bytes))
 
     def read_pages(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
-        """The content of at most `transfer_pages` pages, `[n, layers, *page]`, after all steps launched so far."""
+        """The content of at most `transfer_pages` pages, as `pool.take_pages` has it, after all steps so far."""
         content = self.programs.launch(("read pages",), self._read_pages, self._pool, self._padded(pages))
         return np.asarray(content)[: len(pages)]
 
     def write_pages(self, pages: npt.NDArray[np.int32], content: npt.NDArray[Any]) -> None:
-        """Give pages, any number, the content that `read_pages` gave, before all steps launched from now on."""
+        """Give pages, any number, what `read_pages` gave, of any mesh, before all steps launched from now on."""
         for start in range(0, len(pages), self.transfer_pages):
             part = slice(start, start + self.transfer_pages)
             args = (self._pool, self._padded(pages[part]), self._padded(content[part]))
@@ -277,12 +281,17 @@ class Runner:
         return padded
 
     def fingerprint(self) -> str:
-        """A checksum of some numbers of every parameter, spread evenly: it tells other weights, not every change."""
+        """A checksum of some numbers of every parameter: it tells other weights, not every change.
+
+        The same weights have the same on any mesh and in both layer loops.
+        """
+        numbers: dict[str, npt.NDArray[Any]] = {}
+        for parameter, array in zip(self._named, self.parameters, strict=True):
+            sampled = np.asarray(array[parameter.samples(self.sharding)])
+            numbers |= zip(parameter.layer_names, sampled, strict=True)
         checksum = 0
-        for parameter in self.parameters:
-            places = np.linspace(0, parameter.size - 1, SAMPLES).astype(np.int64)
-            numbers = np.asarray(parameter[np.unravel_index(places, parameter.shape)])
-            checksum = crc32(numbers.tobytes(), crc32(f"{parameter.dtype}{parameter.shape}".encode(), checksum))
+        for name in sorted(numbers):
+            checksum = crc32(numbers[name].tobytes(), crc32(f"{name} {numbers[name].dtype}".encode(), checksum))
         return f"{checksum:08x}"
 
     def collect(self, step: LaunchedStep) -> Collected:
@@ -321,7 +330,7 @@ class Runner:
         """Whatever a request may ask for: the names and shapes that the methods below launch."""
         compiled, counts = self.programs.compile, self._counts_shape
         pages = _int32(self.transfer_pages)
-        content = jax.ShapeDtypeStruct((self.transfer_pages, self._layout.layers, *self._layout.shape[1:]), self._dtype)
+        content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._dtype)
         compiled(("read pages",), self._read_pages, self._pool, pages)
         compiled(("write pages",), self._write_pages, self._pool, pages, content)
         compiled(("no counts",), self._no_counts)

@@ -12,27 +12,27 @@ import pytest
 
 from jradix.cache import Namespace
 from jradix.cache.snapshot import Snapshot
-from jradix.cache_files import SavedCache, UnusableSnapshotError, is_storable, open_newest, write
+from jradix.cache_files import Read, SavedCache, UnusableSnapshotError, is_storable, open_newest, write
 
 FINGERPRINT = {"weights": "12345678", "page_size": 4, "joined pages": False}
 
 
-def some_cache(value: int = 1, dtype: Any = np.float32) -> tuple[Snapshot, list[np.ndarray]]:
-    """Two nodes of 3 pages and 1 page, in two chunks."""
+def some_cache(value: int = 1, dtype: Any = np.float32) -> tuple[Snapshot, Read, int]:
+    """Two nodes of 3 pages and 1 page, what reads them, and 3, so that there are two chunks."""
     rows = np.array([[-1, 0, 12, 5, 1, 2, 0, 16], [0, 0, 3, 4, 4, 1, 0, 15]], np.int64)
     tokens, pages = np.arange(15, dtype=np.int32) + value, np.array([9, 3, 5, 7], np.int32)
     content = np.random.default_rng(value).normal(size=(4, 2, 2, 2, 4, 8)).astype(dtype)
-    return Snapshot(4, 6, ("salt",), rows, tokens, pages), [content[:3], content[3:]]
+    return Snapshot(4, 6, ("salt",), rows, tokens, pages), lambda start, stop: content[start:stop], 3
 
 
 def assert_holds(saved: SavedCache | None, value: int, dtype: Any = np.float32) -> None:
     assert saved is not None
-    snapshot, chunks = some_cache(value, dtype)
+    snapshot, read, _ = some_cache(value, dtype)
     found = saved.snapshot
     assert (found.page_size, found.clock, found.namespaces) == (4, 6, ("salt",))
     assert np.array_equal(found.rows, snapshot.rows)
     assert np.array_equal(found.tokens, snapshot.tokens)
-    for index, chunk in enumerate(chunks):
+    for index, chunk in enumerate((read(0, 3), read(3, 4))):
         content = saved.read_chunk(index)
         assert content.dtype == chunk.dtype
         assert np.array_equal(content, chunk)
@@ -50,7 +50,7 @@ def test_what_was_written_is_read_and_the_newest_counts(tmp_path: Path, dtype: A
 
 def test_an_empty_cache_is_a_snapshot_too(tmp_path: Path) -> None:
     empty = Snapshot(4, 3, (), np.zeros((0, 8), np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32))
-    write(tmp_path, FINGERPRINT, empty, [])
+    write(tmp_path, FINGERPRINT, empty, lambda start, stop: np.zeros(0), 3)
     saved = open_newest(tmp_path, FINGERPRINT)
     assert saved is not None
     assert (saved.chunks, len(saved.snapshot.rows), saved.snapshot.clock) == ((), 0, 3)
@@ -65,8 +65,8 @@ def test_another_fingerprint_is_refused_and_the_field_is_named(tmp_path: Path, n
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FINGERPRINT, *some_cache())
-    monkeypatch.setattr("jradix.cache_files.FORMAT", 2)
-    with pytest.raises(UnusableSnapshotError, match="has format 1, this version of jradix reads 2"):
+    monkeypatch.setattr("jradix.cache_files.FORMAT", 3)
+    with pytest.raises(UnusableSnapshotError, match="has format 2, this version of jradix reads 3"):
         open_newest(tmp_path, FINGERPRINT)
 
 
@@ -91,16 +91,30 @@ def test_any_damage_to_any_file_is_found_or_does_no_harm(tmp_path: Path) -> None
     assert found > len(files)  # some of what Orbax writes, nobody reads
 
 
+def test_pages_are_read_from_the_last_to_the_first_a_chunk_at_a_time(tmp_path: Path) -> None:
+    snapshot, read, _ = some_cache()
+    asked: list[tuple[int, int]] = []
+
+    def noted(start: int, stop: int) -> Any:
+        asked.append((start, stop))
+        return read(start, stop)
+
+    write(tmp_path, FINGERPRINT, snapshot, noted, 3)
+    assert asked == [(3, 4), (0, 3)]
+    assert_holds(open_newest(tmp_path, FINGERPRINT), 1)
+
+
 def test_a_save_that_fails_leaves_the_old_snapshot_and_no_rest(tmp_path: Path) -> None:
     write(tmp_path, FINGERPRINT, *some_cache(1))
-    snapshot, chunks = some_cache(2)
+    snapshot, read, _ = some_cache(2)
 
-    def fails_after_one() -> Any:
-        yield chunks[0]
-        raise OSError("the device is gone")
+    def fails_after_one(start: int, stop: int) -> Any:
+        if stop < 4:
+            raise OSError("the device is gone")
+        return read(start, stop)
 
     with pytest.raises(OSError, match="gone"):
-        write(tmp_path, FINGERPRINT, snapshot, fails_after_one())
+        write(tmp_path, FINGERPRINT, snapshot, fails_after_one, 3)
     assert_holds(open_newest(tmp_path, FINGERPRINT), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "snapshot-000001"]
 
@@ -167,9 +181,9 @@ def test_namespaces_that_json_would_change_are_not_storable(tmp_path: Path) -> N
     storable = [None, "a", "", 7, Namespace("salt", "adapter", 3), Namespace()]
     assert all(map(is_storable, storable))
     assert not any(map(is_storable, [True, 1.5, (1, 2), object(), Namespace(adapter=(1,))]))
-    snapshot, chunks = some_cache()
+    snapshot, read, chunk_len = some_cache()
     namespaces = Snapshot(4, 6, tuple(storable), snapshot.rows, snapshot.tokens, snapshot.pages)
-    write(tmp_path, FINGERPRINT, namespaces, chunks)
+    write(tmp_path, FINGERPRINT, namespaces, read, chunk_len)
     saved = open_newest(tmp_path, FINGERPRINT)
     assert saved is not None
     assert saved.snapshot.namespaces == tuple(storable)

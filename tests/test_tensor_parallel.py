@@ -26,7 +26,8 @@ from jradix.model.sharding import Sharding
 from jradix.model.weights import load_transformer, random_transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import XLA
-from tests.tiny_engine import Golden, greedy, output_ids, prompts_with_shared_prefixes, sampled, start
+from tests.cache.paged_text import known_pages
+from tests.tiny_engine import Golden, greedy, output_ids, prompts_with_shared_prefixes, restore, sampled, start
 
 QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}
 PAGE_SIZE = 4
@@ -116,6 +117,31 @@ def test_an_engine_on_eight_devices_answers_like_one_on_one_device(on_eight: Eng
         [mine, other] = ([entry[:2] for entry in info[key]] for info in (ours, theirs))
         assert [entry[1] for entry in mine] == [entry[1] for entry in other]
         np.testing.assert_allclose([e[0] or 0 for e in mine], [e[0] or 0 for e in other], atol=1e-4)
+    on_eight.check_idle()
+
+
+def test_a_snapshot_of_one_device_is_restored_on_eight_and_back(
+    on_eight: Engine, tiny_engine: Engine, tmp_path: Path
+) -> None:
+    """Where each KV head has two places, and four places are empty."""
+    prompts = [prompt[:16] for prompt in prompts_with_shared_prefixes(5, 320, seed=8)]
+
+    def answers(engine: Engine) -> list[tuple[list[int], int]]:
+        results = [engine.generate(input_ids=prompt, sampling_params=greedy(3)) for prompt in prompts]
+        return [(result["output_ids"], result["meta_info"]["cached_tokens"]) for result in results]
+
+    first = answers(tiny_engine)
+    pages = known_pages(tiny_engine.cache)
+    assert len(pages) <= on_eight.cache.num_total
+    tiny_engine.save_cache(tmp_path)
+    again = answers(tiny_engine)
+    assert again != first
+    restore(on_eight, tmp_path)
+    assert known_pages(on_eight.cache) == pages
+    assert answers(on_eight) == again
+    on_eight.save_cache(tmp_path)
+    restore(tiny_engine, tmp_path)
+    assert answers(tiny_engine) == again
     on_eight.check_idle()
 
 

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from jradix import Engine, SamplingParams
 from jradix.batch import build_arrays, build_copies, row_indices, step_shape
+from jradix.cache_keeping import Restorer
 from jradix.config import Buckets
 from jradix.request import FinishReason
 
@@ -111,6 +112,15 @@ def start(path: Path, *, optimized: bool = False, **options: Any) -> Engine:
     if not optimized:
         compile_quickly(engine)
     return engine
+
+
+def restore(engine: Engine, directory: Path) -> None:
+    """Have an engine at rest forget its cache and take over a snapshot, as a new one would."""
+    with engine.hold() as core:
+        core._start_afresh()
+        restorer = Restorer(core, engine.model_config, directory)
+    restorer.start(core, engine._loop)
+    restorer.wait()
 
 
 @contextmanager

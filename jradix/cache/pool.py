@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jradix.pallas.layout import KVLayout
+from jradix.pallas.layout import KEY, VALUE, KVLayout, join, unjoin
 
 
 def pages_that_fit(page_bytes: int, budget_bytes: int, at_most: int) -> int:
@@ -54,14 +54,23 @@ def copy_pages(pool: jax.Array, copies: jax.Array, pages_per_layer: int) -> jax.
     return jax.lax.fori_loop(0, (copies[1] != 0).sum(), copy, pool)
 
 
-def take_pages(pool: jax.Array, pages: jax.Array, pages_per_layer: int) -> jax.Array:
-    """Whole pages of all layers, `[n, layers, *page]`."""
-    return pool[pages[:, None] + _first_pages(pool, pages_per_layer)]
+def take_pages(pool: jax.Array, pages: jax.Array, layout: KVLayout, kv_heads: int, copies: int) -> jax.Array:
+    """Whole pages of all layers, `[n, layers, kv_heads, 2, page_size, head_dim]`, as all pools of the model take them.
+
+    Of each of the model's `kv_heads` the first of its `copies`, which lie next to each other; padding comes after them.
+    """
+    content = pool[pages[:, None] + _first_pages(pool, layout.num_pages)][:, :, : kv_heads * copies : copies]
+    return jnp.stack(unjoin(content, layout.head_dim), axis=-3) if layout.joined else content
 
 
-def put_pages(pool: jax.Array, pages: jax.Array, content: jax.Array, pages_per_layer: int) -> jax.Array:
-    """The pool with what `take_pages` gave written to other pages, up to the first page 0; donate it."""
-    first = _first_pages(pool, pages_per_layer)
+def put_pages(pool: jax.Array, pages: jax.Array, content: jax.Array, layout: KVLayout, copies: int) -> jax.Array:
+    """The pool with what `take_pages` gave of any pool written to pages, up to the first page 0; donate it."""
+    if layout.joined:
+        content = join(content[:, :, :, KEY], content[:, :, :, VALUE])
+    content = jnp.repeat(content, copies, axis=2)
+    padding = layout.kv_heads - content.shape[2]
+    content = jnp.pad(content, [(0, padding if axis == 2 else 0) for axis in range(content.ndim)])
+    first = _first_pages(pool, layout.num_pages)
 
     def write(index: jax.Array, pool: jax.Array) -> jax.Array:
         return pool.at[first + pages[index]].set(content[index])

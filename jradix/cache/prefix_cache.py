@@ -17,6 +17,7 @@ from jradix.cache.pages import PRIVATE, PageIds
 from jradix.cache.pins import Pins
 from jradix.cache.radix import TOKEN_BYTES, Node, RadixTree, TokenIds, as_page_ids, as_token_bytes
 from jradix.cache.snapshot import Restoration, Snapshot
+from jradix.cache.unread import UnreadPages
 
 LOG = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class PrefixCache:
         self.journal, self.statistics = self._contents.journal, self._contents.statistics
         self.pins = Pins(num_pages // 4 if max_pinned_pages is None else max_pinned_pages, self.unlock)
         self.kept_logprobs: KeptLogprobs | None = None
+        self.unread: UnreadPages | None = None
+        """Told of all pages that are handed out, while somebody reads a snapshot."""
         self._has_complained = False
         self._num_protected = 0
         self._num_locks = 0
@@ -208,6 +211,8 @@ class PrefixCache:
         pages = self._pages.take(num_pages)
         if self.kept_logprobs is not None:
             self.kept_logprobs.forget(pages)
+        if self.unread is not None:
+            self.unread.hand_out(pages)
         return pages
 
     def keep_logprobs(self) -> KeptLogprobs:

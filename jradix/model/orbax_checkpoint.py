@@ -1,8 +1,9 @@
 """An Orbax checkpoint of the engine's own parameters: what a start reads without rearranging anything.
 
 A directory with config.json, the tokenizer's files, and `params`, an Orbax PyTree checkpoint: a flat dict with one
-array for each parameter of each layer, under `layer_parts.parameter_name`. Orbax writes it. TensorStore, in whose
-format (zarr arrays in an OCDBT database) Orbax stores arrays, reads it: a part of an array goes straight to its place.
+array for each parameter of each layer, under `layer_parts.parameter_name`; and what `seal` writes. Orbax writes the
+arrays. TensorStore, in whose format (zarr arrays in an OCDBT database) Orbax stores them, reads them: a part of an
+array goes straight to its place.
 """
 
 import json
@@ -18,12 +19,13 @@ import tensorstore
 from jradix.model.checkpoint_error import CheckpointError
 from jradix.model.quantized import FORMATS
 from jradix.model.safetensors_checkpoint import read_json
+from jradix.model.seal import check_seal, write_seal
 
 PARAMETERS: Final = "params"
 _CONFIG: Final = "config.json"
 _METADATA: Final = "_METADATA"
-_FORMAT: Final = {"format": "jradix parameters", "version": 1}
-"""The version changes with the layout of any parameter."""
+_FORMAT: Final = {"format": "jradix parameters", "version": 2}
+"""The version changes with the layout of any parameter or of the directory."""
 _CHUNK_BYTES: Final = 2**25  # read in parallel, and a device that needs a part of an array reads no more than it must
 _ERRORS: Final = (ValueError, OSError, RuntimeError, KeyError)
 
@@ -38,8 +40,8 @@ class OrbaxCheckpoint:
 
     Without ``weights`` only config.json is read, and there are no parameters.
 
-    Raises ``CheckpointError`` for missing or damaged files, and for what another program or version wrote. Damage
-    within an array's numbers is not noticed: they are stored as they are, without a checksum.
+    Raises ``CheckpointError`` for missing or damaged files, and for what another program or version wrote. All files
+    are read when it is opened, and compared with their checksums: Orbax keeps none of an array's numbers.
     """
 
     def __init__(self, directory: Path, *, weights: bool = True) -> None:
@@ -59,6 +61,7 @@ class OrbaxCheckpoint:
                 f"{parameters}: expected a checkpoint that jradix convert wrote, {_FORMAT}, found {found!r}; "
                 "convert the model again"
             )
+        check_seal(self.path)
         self.quantization = found.get("quantization")
         if self.quantization not in (None, *FORMATS):
             raise CheckpointError(f"{parameters}: expected quantization {list(FORMATS)}, found {self.quantization!r}")
@@ -104,6 +107,11 @@ def write_parameters(directory: Path, arrays: Mapping[str, np.ndarray], quantiza
             (directory / PARAMETERS).absolute(),
             args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args, custom_metadata=metadata),
         )
+
+
+def seal_parameters(directory: Path) -> None:
+    """The last thing to write: without it nothing in the directory is believed."""
+    write_seal(directory, PARAMETERS)
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:

@@ -84,6 +84,7 @@ class Transformer(nnx.Module):
         self, config: ModelConfig, make: MakeParameter, layer_loop: LayerLoop, axis: str | None = None
     ) -> None:
         self.config, self.axis = config, axis
+        self.layer_loop: LayerLoop = layer_loop
         self.layer_groups = _layer_groups(config, layer_loop)
         table = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(make("embed", table))

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from flax import nnx
 
 from jradix.model.config import FAMILIES, ModelConfig
 from jradix.model.family import Shape
@@ -27,6 +26,7 @@ from jradix.model.layer_parts import (
     tensor_name,
     whole_of,
 )
+from jradix.model.parameters import blank_parameters
 from jradix.model.quantized import FORMATS, INPUT_AXES, SCALE, QuantizedWeight
 from jradix.model.sharding import Sharding, Split
 from jradix.model.transformer import LayerLoop, Transformer
@@ -107,20 +107,11 @@ def replace_parameters(
         raise ValueError(f"the weights are stored in {source.quantization}, and the engine's are not quantised")
     check_tensors(config, source, layer_loop)
     make = _Maker(parts_of_source(config, source, dtype, quantization), sharding or Sharding.on_one_device(config))
-    make_blank: Any = _Blank
     place = 0
-    for blank in jax.tree.leaves(nnx.state(Transformer(config, make_blank, layer_loop))):
+    for blank in blank_parameters(config, layer_loop):
         for array in jax.tree.leaves(make(blank.name, blank.param_shape, blank.layers)):
             parameters[place], place = array, place + 1
     assert place == len(parameters), "these are not the parameters of such a model"
-
-
-class _Blank(jax.ShapeDtypeStruct):
-    """Stands for a parameter in a model without any, and remembers which one it is."""
-
-    def __init__(self, name: str, shape: Shape, layers: range | None = None) -> None:
-        super().__init__(shape, np.float32)
-        self.name, self.param_shape, self.layers = name, shape, layers
 
 
 def random_transformer(

@@ -84,6 +84,12 @@ def join(keys: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.pad(keys, padding), jnp.pad(values, padding)], axis=-1)
 
 
+def unjoin(lines: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[..., head_dim]` of lines `[..., line]`: what `join` was given."""
+    half = lines.shape[-1] // 2
+    return lines[..., :head_dim], lines[..., half : half + head_dim]
+
+
 def _scatter(pool: jax.Array, lines: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
     pages = jnp.where(pages < 0, pool.shape[0], pages)  # to jax, -1 is the last page
     between = (slice(None),) * (pool.ndim - 3)
@@ -120,7 +126,7 @@ def _read_joined_pages(pool: jax.Array, pages: jax.Array, head_dim: int) -> tupl
     rows, n = pages.shape
     _, heads, page_size, line = pool.shape
     lines = pool.at[pages].get(mode="clip").transpose(0, 2, 1, 3, 4).reshape(rows, heads, n * page_size, line)
-    return lines[..., :head_dim], lines[..., line // 2 : line // 2 + head_dim]
+    return unjoin(lines, head_dim)
 
 
 def _read_runs(pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

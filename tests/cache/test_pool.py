@@ -54,28 +54,58 @@ def test_pages_are_copied_in_all_layers_one_after_another() -> None:
     assert copied.reshape(layers, pages_per_layer).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_pages_that_were_taken_can_be_put_elsewhere_also_into_a_pool_of_another_size(joined: bool) -> None:
-    layout = KVLayout(layers=3, num_pages=6, page_size=4, kv_heads=2, head_dim=8, joined=joined)
-    values = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
-    taken = take_pages(jnp.asarray(values), jnp.array([5, 2, 3]), layout.num_pages)
-    by_layer = values.reshape(3, 6, *layout.shape[1:])
-    assert np.array_equal(taken, by_layer[:, [5, 2, 3]].swapaxes(0, 1))
-    other = replace(layout, num_pages=9)
-    pool = put_pages(jnp.zeros(other.shape), jnp.array([8, 1, 0]), taken, other.num_pages)
-    expected = np.zeros((3, 9, *layout.shape[1:]), np.float32)
-    expected[:, [8, 1]] = by_layer[:, [5, 2]]
-    assert np.array_equal(pool, expected.reshape(other.shape))
+POOLS = {
+    "one device": (2, False, 1),
+    "copies": (4, False, 2),
+    "copies and padding": (8, True, 3),
+    "padding": (3, False, 1),
+    "joined": (2, True, 1),
+}
+"""KV heads of a pool, whether it is joined, and copies of each of the model's two heads."""
+
+
+@pytest.mark.parametrize("source", POOLS)
+@pytest.mark.parametrize("target", POOLS)
+def test_pages_that_were_taken_can_be_put_into_a_pool_of_another_size_and_on_other_devices(
+    source: str, target: str
+) -> None:
+    """What a pool holds is what the model computes: copies are equal, and padding, which is left out here, is not."""
+    model_pages = np.random.default_rng(0).normal(size=(3, 6, 2, 2, 4, 8)).astype(np.float32)  # [layers, pages, ...]
+
+    def pool_of(name: str, content: np.ndarray, padding: float) -> tuple[KVLayout, np.ndarray]:
+        heads, joined, copies = POOLS[name]
+        layers, num_pages = content.shape[:2]
+        layout = KVLayout(layers, num_pages, page_size=4, kv_heads=heads, head_dim=8, joined=joined)
+        pool = np.full((layers, num_pages, *layout.shape[1:]), padding, np.float32)
+        for slot in range(2 * copies):
+            head = content[:, :, slot // copies]
+            if joined:
+                pool[:, :, slot] = 0
+                pool[:, :, slot, :, :8], pool[:, :, slot, :, 64:72] = head[:, :, 0], head[:, :, 1]
+            else:
+                pool[:, :, slot] = head
+        return layout, pool.reshape(layout.shape)
+
+    layout, pool = pool_of(source, model_pages, padding=np.nan)
+    taken = take_pages(jnp.asarray(pool), jnp.array([5, 2, 3]), layout, kv_heads=2, copies=POOLS[source][2])
+    assert np.array_equal(taken, model_pages[:, [5, 2, 3]].swapaxes(0, 1))
+    moved = np.zeros((3, 9, *model_pages.shape[2:]), np.float32)
+    moved[:, [8, 1]] = model_pages[:, [5, 2]]
+    layout, expected = pool_of(target, moved, padding=0)
+    put = put_pages(jnp.zeros(layout.shape), jnp.array([8, 1, 0]), taken, layout, copies=POOLS[target][2])
+    assert np.array_equal(put, expected)
 
 
 @pytest.mark.parametrize("which", ["copy", "put"])
 def test_copying_and_putting_pages_update_the_pool_in_place(which: str) -> None:
-    pool = jnp.zeros((3 * 4096, 2, 2, 16, 16))
+    layout = KVLayout(layers=3, num_pages=4096, page_size=16, kv_heads=2, head_dim=16)
+    pool = jnp.zeros(layout.shape)
     if which == "copy":
-        function, args = copy_pages, (jnp.zeros((2, 8), jnp.int32),)
+        function, args = partial(copy_pages, pages_per_layer=4096), (jnp.zeros((2, 8), jnp.int32),)
     else:
-        function, args = put_pages, (jnp.zeros(8, jnp.int32), jnp.zeros((8, 3, *pool.shape[1:])))
-    program = jax.jit(partial(function, pages_per_layer=4096), donate_argnums=0).lower(pool, *args).compile()
+        function = partial(put_pages, layout=layout, copies=1)
+        args = jnp.zeros(8, jnp.int32), jnp.zeros((8, 3, *pool.shape[1:]))
+    program = jax.jit(function, donate_argnums=0).lower(pool, *args).compile()
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == pool.nbytes

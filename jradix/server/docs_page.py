@@ -1,12 +1,16 @@
 """/docs: the schema of the routes as a page of plain HTML. It loads nothing, so that it works on machines offline."""
 
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-_HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>jradix</title><style>
-body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
-code { font-size: 95% } td { padding-right: 1.5em; vertical-align: top }
+_HEAD = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>jradix</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root { color-scheme: light dark }
+body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere }
+h2 { margin-top: 2em } table { margin-bottom: 1em } code { font-size: 95% }
+td { padding-right: 1.5em; vertical-align: top } td:first-child { white-space: nowrap }
 </style></head><body><h1>jradix</h1>
 <p>What programs read: <a href="openapi.json">openapi.json</a>.</p>
 """
@@ -27,15 +31,20 @@ def _body(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterator[s
     if "requestBody" not in operation:
         return
     body = _resolved(schema, operation["requestBody"]["content"]["application/json"]["schema"])
-    yield f"<p>{escape(body.get('description', '')).replace(chr(10), ' ')}</p>"
+    yield f"<p>{_text(body.get('description', ''))}</p>"
     yield from _table([(name, _kind(schema, field)) for name, field in body["properties"].items()])
 
 
 def _table(rows: list[tuple[str, str]]) -> Iterator[str]:
     yield "<table>"
     for name, meaning in rows:
-        yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(meaning)}</td></tr>"
+        yield f"<tr><td><code>{escape(name)}</code></td><td>{_text(meaning)}</td></tr>"
     yield "</table>"
+
+
+def _text(text: str) -> str:
+    """As HTML, with what stands in backquotes as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _kind(schema: Mapping[str, Any], field: Mapping[str, Any]) -> str:

@@ -86,6 +86,11 @@ class Restorer:
         if self._saved is not None:
             core.begin_restoration(self._saved.snapshot)
 
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """What will be restored; None if that is nothing, and after `start`."""
+        return None if self._saved is None else self._saved.snapshot
+
     def start(self, core: Core, loop: Loop) -> None:
         """Begin to read pages."""
         if self._saved is not None:

@@ -44,6 +44,8 @@ class EngineConfig:
         min_copied_tokens: where a cached prefix ends inside a page, the page is copied if at least so many of its
             tokens agree. None: only whole pages are reused.
         tp_size: devices that share each layer: the first of those that jax has.
+        dp_size: replicas of the model, each on `tp_size` devices of its own. Limits of requests and of tokens are those
+            of each replica.
         random_seed: of requests that set no seed, and of dummy weights.
         layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" unrolls on GPUs and TPU 7x.
         warmup: compile every bucket before the first request, instead of each when it is first needed.
@@ -70,6 +72,7 @@ class EngineConfig:
     disable_radix_cache: bool = False
     min_copied_tokens: int | None = 1
     tp_size: int = 1
+    dp_size: int = 1
     random_seed: int = 0
     layer_loop: LayerLoop = "auto"
     warmup: bool = False
@@ -90,6 +93,7 @@ class EngineConfig:
             ("chunked_prefill_size", 1),
             ("priority_scheduling_preemption_threshold", 1),
             ("tp_size", 1),
+            ("dp_size", 1),
             ("random_seed", 0),
         ):
             _require(_is_int(getattr(self, name), limit), self, name, f"an integer of at least {limit}")

@@ -5,7 +5,8 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -157,11 +158,12 @@ class Core:
         self.paused = False
         self.last_progress = time.perf_counter()
 
-    def update_weights(self, replace: Callable[[list[jax.Array]], None]) -> int:
-        """Let `replace` change the parameters in place, and forget the KV of the old ones, pinned or not.
+    @contextmanager
+    def new_weights(self) -> Iterator[list[jax.Array]]:
+        """Lend the parameters, to be replaced in place, and forget the KV of the old ones, pinned or not.
 
-        Running requests go back to the queue: the KV of what they have produced is computed again. Returns the new
-        version. If `replace` fails, the weights are of both kinds: then no step is launched until an update succeeds.
+        Running requests go back to the queue: the KV of what they have produced is computed again. If the block fails,
+        the weights may be of both kinds: then no step is launched until another one succeeds.
         """
         self._collect_all()
         self.scheduler.retract_all()
@@ -170,10 +172,9 @@ class Core:
         self.flush_cache()
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
         self.weights_are_whole = False
-        replace(self.runner.parameters)
+        yield self.runner.parameters
         self.weights_are_whole = True
         self.weight_version += 1
-        return self.weight_version
 
     def turn(self) -> None:
         """What the loop does when nobody calls: end overdue requests, and step unless paused."""
@@ -243,10 +244,13 @@ class Core:
     def cache_report(self) -> dict[str, Any]:
         """Counters since the start and the pages by state, see `Engine.cache_report`."""
         cache, total = self.cache, self.cache.statistics.total
+        window_asked_tokens, window_hit_tokens = cache.statistics.window
         return {
             **asdict(total),
             "hit_rate": total.hit_tokens / total.asked_tokens if total.asked_tokens else 0.0,
             "window_hit_rate": cache.statistics.window_hit_rate,
+            "window_asked_tokens": window_asked_tokens,
+            "window_hit_tokens": window_hit_tokens,
             "page_size": cache.page_size,
             "num_pages": cache.num_total,
             "free_pages": cache.num_free,

@@ -18,7 +18,7 @@ def report(config: EngineConfig) -> str:
     Raises:
         ValueError: as `Engine`.
     """
-    parts = startup.build(config)
+    parts, *others = startup.build(config)
     model, layout, buckets, kernels = parts.model_config, parts.layout, parts.buckets, parts.kernels
     dtype = parts.runner.pool.dtype
     sharding = parts.runner.sharding
@@ -29,6 +29,7 @@ def report(config: EngineConfig) -> str:
         **{name: metadata.version(name) for name in VERSIONS},
         "device": mesh.device_description(),
         "devices": f"{sharding.devices} of {len(jax.devices())} share each layer (tp_size)",
+        **({"replicas": f"{1 + len(others)}, each with such devices, weights and pool (dp_size)"} if others else {}),
         "attention": "XLA" if kernels.name == "xla" else f"Pallas kernels for {kernels.name.upper()} {kernels.chip}",
         **({"because": "; ".join(kernels.reasons)} if kernels.reasons else {}),
         "model": f"{model.architecture}, {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "

@@ -3,34 +3,28 @@
 import asyncio
 import logging
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
-from math import ceil
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Self, Unpack, get_args
 
 import numpy as np
-from tqdm import tqdm
 
-from jradix import mesh, startup
+from jradix import mesh, results, startup
 from jradix.cache.prefix_cache import PrefixCache
-from jradix.cache_keeping import Restorer, save
 from jradix.config import EngineConfig
 from jradix.core import Core, PauseMode
-from jradix.delivery import Delivery
-from jradix.loop import Loop, ShutDownError
-from jradix.offline import BatchPlan, plan_batch
-from jradix.offline_prediction import Capacity
+from jradix.logit_processor import LogitProcessor
+from jradix.loop import ShutDownError
 from jradix.output import Output
-from jradix.progress import BatchProgress
-from jradix.request import Request
+from jradix.replicas import Replicas
+from jradix.reports import combined_cache_report, combined_info
 from jradix.request_options import RequestOptions
+from jradix.runner import Runner
 from jradix.sampling_params import Params
 from jradix.scheduler import Scheduler
 from jradix.submission import Submission, TokenIds
@@ -55,8 +49,9 @@ class Engine:
         if config is not None and options:
             raise ValueError("give either an EngineConfig or keyword options, not both")
         self.config = config or EngineConfig.from_kwargs(**options)
-        parts = startup.build(self.config)
-        self.tokenizer, self.runner, self.model_config = parts.tokenizer, parts.runner, parts.model_config
+        each = startup.build(self.config)
+        parts = each[0]
+        self.tokenizer, self.model_config = parts.tokenizer, parts.model_config
         self.context_length, self.model_files = parts.context_length, parts.model_files
         self._submission = Submission(
             self.tokenizer,
@@ -66,16 +61,13 @@ class Engine:
             pool_tokens=(parts.layout.num_pages - 1) * self.config.page_size,
             random_seed=self.config.random_seed,
         )
-        self._core = Core(self.config, parts)
-        self._saving = threading.Lock()  # one save follows the other
-        self._restorer: Restorer | None = None
+        self.replicas = Replicas(self.config, each)
+        self._core = self.replicas.cores[0]
         if self.config.cache_dir is not None:
-            self._restorer = Restorer(self._core, self.model_config, Path(self.config.cache_dir))
+            self.replicas.open_caches(Path(self.config.cache_dir))
         if self.config.warmup:
             self.warm_up()
-        self._loop = Loop(self._core)
-        if self._restorer is not None:
-            self._restorer.start(self._core, self._loop)
+        self.replicas.start()
 
     def __enter__(self) -> Self:
         return self
@@ -85,17 +77,30 @@ class Engine:
 
     @property
     def cache(self) -> PrefixCache:
-        """To look at between requests; see `hold`."""
+        """Of the first replica, to look at between requests; see `hold`."""
         return self._core.cache
 
     @property
     def scheduler(self) -> Scheduler:
-        """To look at between requests; see `hold`."""
+        """Of the first replica, to look at between requests; see `hold`."""
         return self._core.scheduler
+
+    @property
+    def runner(self) -> Runner:
+        """Of the first replica, to look at between requests; see `hold`."""
+        return self._core.runner
 
     def warm_up(self) -> float:
         """Compile every bucket, with a progress bar; returns the seconds it took."""
-        return self.runner.warm_up(lambda shapes: tqdm(shapes, desc="compiling", unit="program"))
+        return self.replicas.warm_up()
+
+    def register_processor(self, processor: LogitProcessor) -> None:
+        """Admit a logit processor: before a strict warm-up, which compiles those it knows by then.
+
+        Raises:
+            ValueError: see `Runner.register_processor`.
+        """
+        self.replicas.call_each(lambda core: core.runner.register_processor(processor))
 
     def generate(
         self,
@@ -133,11 +138,12 @@ class Engine:
             StepFailedError: the device failed.
         """
         requests, single = self._submission.requests(prompt, input_ids, sampling_params, **options)
-        if not stream:
-            return self._run(requests, single, show_progress)
-        results = self._stream(requests, single)
-        next(results)  # enter it: closing a generator that never started would leave its requests alive
-        return results
+        if stream:
+            growing = results.stream(self.replicas, requests, self.tokenizer, single=single)
+            next(growing)  # enter it: closing a generator that never started would leave its requests alive
+            return growing
+        finished = results.run(self.replicas, requests, self.tokenizer, show_progress=show_progress)
+        return finished[0] if single else finished
 
     async def async_generate(
         self,
@@ -155,11 +161,11 @@ class Engine:
         """
         make = partial(self._submission.requests, prompt, input_ids, sampling_params, **options)
         requests, single = await asyncio.to_thread(make)  # a long text takes its time
-        results = self._async_stream(requests, single, each_token=stream)
+        growing = results.async_stream(self.replicas, requests, self.tokenizer, single=single, each_token=stream)
         if stream:
-            return results
+            return growing
         finished: list[dict[str, Any]] = [{}] * len(requests)
-        async for result in results:
+        async for result in growing:
             finished[result.pop("index", 0)] = result
         return finished[0] if single else finished
 
@@ -188,7 +194,7 @@ class Engine:
             )
         prompt_ids = self._submission.token_ids(prompt)
         each = [self._submission.token_ids(continuation, begins=False) for continuation in continuations]
-        results = self.generate(
+        scored = self.generate(
             input_ids=[np.concatenate([prompt_ids, ids]) for ids in each],
             sampling_params={"max_new_tokens": 0},
             return_logprob=True,
@@ -196,11 +202,11 @@ class Engine:
             top_logprobs_num=1,
             cache_salt=cache_salt,
         )
-        for result in results:
+        for result in scored:
             reason = result["meta_info"]["finish_reason"]
             if reason["type"] == "abort":
                 raise RuntimeError(f"the scores are not complete: {reason['message']}")
-        return [_score(result["meta_info"]) for result in results]
+        return [_score(result["meta_info"]) for result in scored]
 
     def abort_request(self, rid: str) -> bool:
         """End a live request, or all samples of a prompt or all prompts of a list that this id was given for.
@@ -209,24 +215,26 @@ class Engine:
         """
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, a string, got {rid!r}")
-        return self._loop.call(partial(self._core.abort, rid))
+        return any(self.replicas.call_each(partial(Core.abort, rid=rid)))
 
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request holds; returns the number of pages freed."""
-        return self._loop.call(self._core.flush_cache)
+        return self.replicas.flush_cache()
 
     def cache_report(self) -> dict[str, Any]:
         """How the prefix cache has done since the engine started, and what it holds: counters of requests and of
         asked, hit, inserted, evicted and flushed tokens, hit rates, and the number of pages in each state.
+
+        With several replicas these are sums, and `replicas` is a list of what each of them reports.
         """
-        return self._loop.call(self._core.cache_report)
+        return combined_cache_report(self.replicas.call_each(Core.cache_report))
 
     def save_cache(self, directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Save what the prefix cache holds, for an engine that starts with this directory as its `cache_dir`.
 
         Saved is what it holds now. Steps go on meanwhile: they wait only while a piece of at most 64 MiB is read from
         the device. A snapshot that was there is replaced, whole or, if this fails, not at all. It tells who may read
-        the directory every cached prompt, and every salt.
+        the directory every cached prompt, and every salt. Several replicas are saved one after the other.
 
         directory: if not given, `cache_dir`. Returns `pages`, `tokens`, `bytes` and `files` written, and `seconds`.
 
@@ -239,20 +247,21 @@ class Engine:
         target = self.config.cache_dir if directory is None else directory
         if target is None:
             raise ValueError("directory must be given, as this engine has no cache_dir")
-        if self._restorer is not None:
-            self._restorer.wait()  # else what it has not restored yet would be lost
-        with self._saving:
-            return save(self._core, self._loop, self.model_config, Path(target).absolute())
+        saved = self.replicas.save_caches(Path(target).absolute())
+        return {name: sum(report[name] for report in saved) for name in saved[0]}
 
     def get_server_info(self) -> dict[str, Any]:
-        """The configuration, what was made of it, and what runs now."""
+        """The configuration, what was made of it, and what runs now.
+
+        With several replicas numbers are sums, and `replicas` is a list of those of each.
+        """
         return {
             **asdict(self.config),
             "version": metadata.version("jradix"),
             "device": mesh.device_description(),
             "architecture": self.model_config.architecture,
             "max_context_length": self.context_length,
-            **self._loop.call(self._core.info),
+            **combined_info(self.replicas.call_each(Core.info)),
         }
 
     def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> int:
@@ -268,8 +277,17 @@ class Engine:
             ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may
                 come in the middle: then the engine stands still until another update succeeds.
         """
-        replace = startup.weights_to_replace(self.config, self.runner.sharding, weights)
-        return self._loop.call(partial(self._core.update_weights, replace))
+        sources = [
+            startup.weights_to_replace(self.config, core.runner.sharding, weights) for core in self.replicas.cores
+        ]
+        with self.replicas.hold_all() as cores, ExitStack() as updates:
+            self.replicas.forget()
+            for replace, parameters in [
+                (replace, updates.enter_context(core.new_weights()))
+                for replace, core in zip(sources, cores, strict=True)
+            ]:
+                replace(parameters)
+        return self._core.weight_version
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
         """Launch no more steps until `continue_generation`; who waits for results goes on waiting.
@@ -279,15 +297,15 @@ class Engine:
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {mode!r}")
-        self._loop.call(partial(self._core.pause, mode))
+        self.replicas.call_each(partial(Core.pause, mode=mode))
 
     def continue_generation(self) -> None:
         """Go on after `pause_generation`."""
-        self._loop.call(self._core.resume)
+        self.replicas.call_each(Core.resume)
 
     def check_idle(self) -> None:
         """Raise unless nothing runs and every page is free or evictable: what must hold between requests."""
-        self._loop.call(self._core.check_idle)
+        self.replicas.call_each(Core.check_idle)
 
     def prepare(
         self,
@@ -298,7 +316,7 @@ class Engine:
         each_token: bool,
         **options: Unpack[RequestOptions],
     ) -> list[Output]:
-        """Check requests, for a caller who waits for nothing: ``send(lambda core: core.submit(outputs))`` queues them.
+        """Check requests, for a caller who waits for nothing: ``replicas.submit(outputs)`` queues them.
 
         Their text is made elsewhere: it stays empty here, unless stops have to be found in it.
 
@@ -315,25 +333,25 @@ class Engine:
             for request in requests
         ]
 
-    def send[T](self, function: Callable[[Core], T]) -> Future[T]:
-        """Run `function` on the engine's thread, between two steps, and do not wait for it.
+    def send[T](self, function: Callable[[Core], T], replica: int = 0) -> Future[T]:
+        """Run `function` on a replica's thread, between two steps, and do not wait for it.
 
         Raises:
             ShutDownError: there is no such thread any more.
         """
-        return self._loop.send(partial(function, self._core))
+        return self.replicas.loops[replica].send(partial(function, self.replicas.cores[replica]))
 
     @property
     def stalled_seconds(self) -> float:
         """For how long there has been something to do and nothing was done; a step may take its time."""
-        return self._core.stalled_seconds
+        return self.replicas.stalled_seconds
 
-    def hold(self) -> AbstractContextManager[Core]:
-        """Lend the loop's state to this thread, between two steps: to inspect it, or to step by hand.
+    def hold(self, replica: int = 0) -> AbstractContextManager[Core]:
+        """Lend a replica's state to this thread, between two steps: to inspect it, or to step by hand.
 
         Inside the `with` block the engine's other methods would wait for ever.
         """
-        return self._loop.hold()
+        return self.replicas.loops[replica].hold()
 
     def shutdown(self) -> None:
         """Save the cache if there is a `cache_dir`, abort what is alive, end the thread and free the device's memory.
@@ -348,98 +366,7 @@ class Engine:
         except Exception:
             LOG.exception("the prefix cache could not be saved")
         finally:
-            self._loop.close()
-
-    def _run(self, requests: list[Request], single: bool, show_progress: bool | None) -> Any:
-        ended: SimpleQueue[Output] = SimpleQueue()
-        outputs = self._outputs(requests, ended.put, each_token=False)
-        abandon = self._abandoning(outputs)
-        delivery = Delivery(outputs, single=True)
-        plan = self._plan_batch(requests)
-        order = range(len(outputs)) if plan is None else plan.order.tolist()
-        results: dict[str, dict[str, Any]] = {}
-        with BatchProgress(len(outputs), plan, show=show_progress) as progress:
-            try:
-                self._loop.call(partial(self._core.submit, [outputs[place] for place in order]))
-                while not delivery.done:
-                    output = ended.get()
-                    result = delivery.take(output)
-                    assert result is not None, "it was told that an output ended, and it has not"
-                    results[output.request.id] = result
-                    meta = result["meta_info"]
-                    progress.add(meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"])
-            except BaseException:
-                abandon()
-                raise
-        in_order = [results[request.id] for request in requests]
-        return in_order[0] if single else in_order
-
-    def _plan_batch(self, requests: list[Request]) -> BatchPlan | None:
-        """In which order to start a batch, if they cannot all run at once and the cache may help."""
-        if len(requests) <= self.config.max_running_requests or not self.cache.enabled:
-            return None
-        cached_lens, output_share = self._loop.call(partial(self._core.forecast, requests))
-        output_lens = [ceil(request.max_new_tokens * output_share) for request in requests]
-        capacity = Capacity(
-            num_pages=self.cache.num_total,
-            page_size=self.cache.page_size,
-            granularity=self.cache.granularity,
-            max_running_requests=self.config.max_running_requests,
-            chunked_prefill_size=self.config.chunked_prefill_size,
-            eviction_policy=self.config.radix_eviction_policy,
-        )
-        prompts = [request.prompt_ids for request in requests]
-        plan = plan_batch(prompts, [request.namespace for request in requests], output_lens, capacity, cached_lens)
-        kept_tokens = plan.prompt_tokens - plan.bound + sum(output_lens) + len(requests) * self.cache.page_size
-        if kept_tokens <= self.cache.num_total * self.cache.page_size:
-            # Nothing is evicted in any order, and neighbours cannot copy the page that one of them is filling.
-            return replace(plan, order=np.arange(len(requests)))
-        return plan
-
-    def _stream(self, requests: list[Request], single: bool) -> Iterator[dict[str, Any]]:
-        """Yield each output's state when it has changed; abort them if the caller stops iterating.
-
-        The first item is empty: whoever makes the generator takes it, so that it has begun.
-        """
-        changed: SimpleQueue[Output] = SimpleQueue()
-        outputs = self._outputs(requests, changed.put, each_token=True)
-        abandon = self._abandoning(outputs)
-        delivery = Delivery(outputs, single=single)
-        try:
-            self._loop.call(partial(self._core.submit, outputs))
-            yield {}
-            while not delivery.done:
-                result = delivery.take(changed.get())
-                if result is not None:
-                    yield result
-        finally:
-            if not delivery.done:
-                abandon()
-
-    async def _async_stream(
-        self, requests: list[Request], single: bool, *, each_token: bool
-    ) -> AsyncIterator[dict[str, Any]]:
-        changed: asyncio.Queue[Output] = asyncio.Queue()
-        put = partial(asyncio.get_running_loop().call_soon_threadsafe, changed.put_nowait)
-        outputs = self._outputs(requests, put, each_token=each_token)
-        abandon = self._abandoning(outputs)
-        delivery = Delivery(outputs, single=single)
-        try:
-            await asyncio.wrap_future(self._loop.send(partial(self._core.submit, outputs)))
-            while not delivery.done:
-                result = delivery.take(await changed.get())
-                if result is not None:
-                    yield result
-        finally:
-            if not delivery.done:
-                abandon()
-
-    def _outputs(self, requests: list[Request], tell: Callable[[Output], Any], *, each_token: bool) -> list[Output]:
-        return [Output(request, self.tokenizer, tell, tell_each_token=each_token) for request in requests]
-
-    def _abandoning(self, outputs: list[Output]) -> Callable[[], None]:
-        """What a caller who stops waiting calls. Made before: at the exit of the interpreter names are gone."""
-        return partial(self._loop.post, partial(self._core.abandon, outputs))
+            self.replicas.close()
 
 
 def _score(meta: dict[str, Any]) -> dict[str, Any]:

@@ -24,9 +24,26 @@ def tensor_mesh(tp_size: int, devices: Sequence[Device] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     if tp_size > len(devices):
-        hint = ": set XLA_FLAGS=--xla_force_host_platform_device_count=N to try it out" if _is_cpu(devices) else ""
+        hint = _hint(devices)
         raise ValueError(f"tp_size must be at most {len(devices)}, the number of devices here, got {tp_size}{hint}")
     return Mesh(np.array(devices[:tp_size]), (TENSOR_AXIS,))
+
+
+def replica_meshes(dp_size: int, tp_size: int, devices: Sequence[Device] | None = None) -> list[Mesh]:
+    """For each of `dp_size` replicas the next `tp_size` of the devices, see `tensor_mesh`.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    if dp_size == 1:
+        return [tensor_mesh(tp_size, devices)]
+    devices = jax.devices() if devices is None else devices
+    if dp_size * tp_size > len(devices):
+        raise ValueError(
+            f"dp_size * tp_size must be at most {len(devices)}, the number of devices here, got {dp_size} * {tp_size}"
+            + _hint(devices)
+        )
+    return [tensor_mesh(tp_size, devices[first : first + tp_size]) for first in range(0, dp_size * tp_size, tp_size)]
 
 
 def default_layer_loop() -> Literal["scan", "unroll"]:
@@ -79,8 +96,10 @@ def device_description() -> str:
     return kind if kind == device.platform else f"{device.platform} ({kind})"
 
 
-def _is_cpu(devices: Sequence[Device]) -> bool:
-    return all(device.platform == "cpu" for device in devices)
+def _hint(devices: Sequence[Device]) -> str:
+    """How to have more of them."""
+    is_cpu = all(device.platform == "cpu" for device in devices)
+    return ": set XLA_FLAGS=--xla_force_host_platform_device_count=N to try it out" if is_cpu else ""
 
 
 def _free_host_bytes() -> int:

@@ -20,13 +20,15 @@ class Output:
 
     Attributes:
         error: what broke the step that the request was in.
+        at_end: called on the loop's thread when it has ended, before anybody is told, with the request and whether its
+            step broke.
     """
 
     def __init__(
         self,
         request: Request,
         tokenizer: Tokenizer | None,
-        tell: Callable[["Output"], None] | None = None,
+        tell: Callable[["Output"], Any] | None = None,
         *,
         tell_each_token: bool = False,
     ) -> None:
@@ -35,6 +37,7 @@ class Output:
         self.finished = False
         self._tokenizer = tokenizer
         self.error: BaseException | None = None
+        self.at_end: Callable[[Request, bool], None] | None = None
         self._weight_version = 0
         self._num_certain = 0  # tokens that are not the end: whether the last is kept as text is decided by `finish`
         self._tell, self._tell_each_token = tell, tell_each_token
@@ -102,6 +105,8 @@ class Output:
             if self._detokenizer is not None:
                 self._text += self._detokenizer.finish()
                 self._detokenizer = None
+        if self.at_end is not None:
+            self.at_end(self.request, error is not None)
         self._tell_change()
 
     def as_dict(self, first: int = 0) -> dict[str, Any]:
@@ -157,6 +162,8 @@ class Output:
             "cached_tokens": request.cached_tokens,
             "finish_reason": request.finish_reason.as_dict() if self.finished and request.finish_reason else None,
         }
+        if request.dp_rank is not None:
+            meta["dp_rank"] = request.dp_rank
         if request.first_token_time is not None:
             meta["time_to_first_token"] = request.first_token_time - request.arrival_time
         if self.finished and request.finish_time is not None:

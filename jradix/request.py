@@ -72,6 +72,7 @@ class Request:
         logprobs: the log-probabilities to report of prompt and output, as far as they are known; None for none.
         return_hidden_states: report the last layer's output for every token that is computed.
         num_counted: outputs it had when it was last given a slot; penalties count later ones on the device.
+        dp_rank: the replica it was sent to, if there are several.
         groups: ids under which the caller knows it and others: of its batch, of its prompt if that has several samples.
         has_penalties, adjusts_logits: whether `params` do something to the logits before they are sampled.
         arrival_time, first_token_time, finish_time, deadline: seconds of `time.perf_counter`.
@@ -89,6 +90,7 @@ class Request:
     routing_key: str | None = None
     logprobs: TokenLogprobs | None = None
     return_hidden_states: bool = False
+    dp_rank: int | None = None
     groups: tuple[str, ...] = ()
     deadline: float | None = None
     state: RequestState = RequestState.WAITING

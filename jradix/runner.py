@@ -206,7 +206,7 @@ class Runner:
         if self.programs.sealed:
             raise ValueError(
                 f"custom_logit_processor {processor!r} came after the warm-up, and with strict_compile nothing is "
-                "compiled then: give it to runner.register_processor first"
+                "compiled then: give it to Engine.register_processor first"
             )
         check_processor(processor, self._vocab_size)
         logits, everywhere = self.sharding.logits, self.sharding.replicated

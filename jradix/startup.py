@@ -1,7 +1,7 @@
-"""Builds what an engine runs on: weights, now and later, buckets, the KV pool's size, tokenizer."""
+"""Builds what the replicas of an engine run on: weights, now and later, buckets, the KV pool's size, tokenizer."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from jradix.model.sharding import Sharding
 from jradix.model.transformer import LayerLoop, Transformer
 from jradix.model.weights import (
     check_tensors,
+    copy_transformer,
     load_transformer,
     random_transformer,
     replace_parameters,
@@ -55,36 +56,42 @@ class Parts:
     model_files: Path
 
 
-def build(config: EngineConfig) -> Parts:
-    """Load the model and size the pool.
+def build(config: EngineConfig) -> list[Parts]:
+    """Load the model and size the pool: the parts of each replica, which differ in the runner alone.
 
     Raises:
         ValueError: files missing or corrupt, a model jradix does not run, limits that contradict each other, fewer
-            devices than `tp_size`, or too little memory for one page.
+            devices than `dp_size` times `tp_size`, or too little memory for one page.
     """
     if config.compilation_cache_dir is not None:
         _keep_compiled_programs_in(config.compilation_cache_dir)
     checkpoint = open_checkpoint(config.model_path, weights=config.load_format != "dummy")
     model_config = ModelConfig.from_hf(checkpoint.config)
-    sharding = Sharding(model_config, mesh.tensor_mesh(config.tp_size))
+    shardings = [Sharding(model_config, each) for each in mesh.replica_meshes(config.dp_size, config.tp_size)]
     context_length = _context_length(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
-    model = _load_model(config, sharding, checkpoint)
+    models = _load_models(config, shardings, checkpoint)
     buckets = Buckets.of(config, context_length)
-    kernels = _choose_kernels(config, sharding, buckets.max_pages[-1])
-    layout = _size_pool(config, sharding, context_length, joined=kernels.joined_pages)
-    runner = Runner(
-        model,
-        sharding,
-        layout,
-        kernels,
-        DTYPES[config.dtype],
-        buckets,
-        config.max_running_requests,
-        strict=config.strict_compile,
-    )
+    kernels = _choose_kernels(config, shardings[0], buckets.max_pages[-1])
+    layout = _size_pool(config, shardings, context_length, joined=kernels.joined_pages)
     eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_token_ids)
-    return Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids, checkpoint.path)
+    runners = [
+        Runner(
+            model,
+            sharding,
+            layout,
+            kernels,
+            DTYPES[config.dtype],
+            buckets,
+            config.max_running_requests,
+            strict=config.strict_compile,
+        )
+        for model, sharding in zip(models, shardings, strict=True)
+    ]
+    return [
+        Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids, checkpoint.path)
+        for runner in runners
+    ]
 
 
 def weights_to_replace(
@@ -141,20 +148,23 @@ def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.context_length or limit
 
 
-def _load_model(config: EngineConfig, sharding: Sharding, checkpoint: Checkpoint) -> Transformer:
-    model_config = sharding.config
+def _load_models(config: EngineConfig, shardings: Sequence[Sharding], checkpoint: Checkpoint) -> list[Transformer]:
+    """The model, read once, on the devices of each replica."""
+    model_config = shardings[0].config
     options: Any = {
         "dtype": DTYPES[config.dtype],
         "layer_loop": layer_loop_of(config),
-        "sharding": sharding,
+        "sharding": shardings[0],
         "quantization": QUANTIZATIONS[config.quantization],
     }
     if config.load_format == "dummy":
         model = random_transformer(model_config, seed=config.random_seed, **options)
     else:
         model = load_transformer(model_config, checkpoint, **options)
-    wait_for(model)  # so that what the pool may take is measured after the weights
-    return model
+    models = [model, *(copy_transformer(model, sharding) for sharding in shardings[1:])]
+    for each in models:
+        wait_for(each)  # so that what the pool may take is measured after the weights
+    return models
 
 
 def layer_loop_of(config: EngineConfig) -> LayerLoop:
@@ -162,7 +172,9 @@ def layer_loop_of(config: EngineConfig) -> LayerLoop:
     return mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
 
 
-def _size_pool(config: EngineConfig, sharding: Sharding, context_length: int, *, joined: bool) -> KVLayout:
+def _size_pool(config: EngineConfig, shardings: Sequence[Sharding], context_length: int, *, joined: bool) -> KVLayout:
+    """Of each replica, and so what the fullest of all their devices has room for."""
+    sharding = shardings[0]
     one_page = KVLayout(
         layers=sharding.config.layers,
         num_pages=1,
@@ -176,6 +188,7 @@ def _size_pool(config: EngineConfig, sharding: Sharding, context_length: int, *,
         usable = config.max_total_tokens // config.page_size
     else:
         page_bytes = one_page.page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize) // sharding.devices
-        budget = mesh.pool_budget_bytes(config.mem_fraction_static, sharding.device_list)
+        devices = [device for each in shardings for device in each.device_list]
+        budget = mesh.pool_budget_bytes(config.mem_fraction_static, devices)
         usable = pages_that_fit(page_bytes, budget, config.max_running_requests * pages_per_request)
     return replace(one_page, num_pages=usable + 1)

@@ -24,8 +24,8 @@ PAGE_BYTES = 3 * 2 * 2 * 4 * 16 * 4
 def open_engine(path: Path, directory: Path, **options: Any) -> Engine:
     """An engine that has restored what it can."""
     engine = start(path, cache_dir=str(directory), **options)
-    assert engine._restorer is not None
-    engine._restorer.wait()
+    [restorer] = engine.replicas._restorers
+    restorer.wait()
     return engine
 
 
@@ -171,7 +171,7 @@ def test_an_engine_of_another_kind_starts_empty_and_says_why(
     [record] = [record for record in caplog.records if record.name.startswith("jradix")]
     assert record.levelname == "WARNING"
     assert f"was saved with {field} " in record.getMessage()
-    engine._loop.close()  # without saving
+    engine.replicas.loops[0].close()  # without saving
 
 
 def test_a_damaged_chunk_ends_the_restoration_and_nothing_wrong_is_answered(
@@ -213,7 +213,13 @@ def test_a_flush_and_new_weights_end_a_restoration(tiny_text_path: Path, saved: 
     with engine.hold() as core:
         found = open_newest(saved.directory, fingerprint(core, engine.model_config))
         assert found is not None
-        for end in (core.flush_cache, lambda: core.update_weights(lambda _: None)):
+
+
+        def update_weights() -> None:
+            with core.new_weights():
+                pass
+
+        for end in (core.flush_cache, update_weights):
             core._start_afresh()
             core.begin_restoration(found.snapshot)
             assert core.restore_pages(0, found.read_chunk(0)) == 5

@@ -18,13 +18,13 @@ PROMPT = [5, 6, 7, 8]
 
 
 def thread_of(engine: Engine) -> threading.Thread:
-    ending = engine._loop._end.peek()
+    ending = engine.replicas.loops[0]._end.peek()
     assert ending is not None, "the loop has ended"
     return ending[2][1]
 
 
 def test_calls_run_one_after_another_on_the_one_thread(tiny_engine: Engine) -> None:
-    loop = tiny_engine._loop
+    loop = tiny_engine.replicas.loops[0]
     seen: list[tuple[int, str]] = []
     futures = [
         loop.send(lambda number=number: seen.append((number, threading.current_thread().name))) for number in range(50)
@@ -36,14 +36,14 @@ def test_calls_run_one_after_another_on_the_one_thread(tiny_engine: Engine) -> N
 
 def test_an_exception_goes_to_the_caller_and_the_loop_goes_on(tiny_engine: Engine) -> None:
     with pytest.raises(KeyError):
-        tiny_engine._loop.call(lambda: {}["missing"])
-    assert tiny_engine._loop.call(lambda: 7) == 7
+        tiny_engine.replicas.loops[0].call(lambda: {}["missing"])
+    assert tiny_engine.replicas.loops[0].call(lambda: 7) == 7
 
 
 def test_a_call_that_was_cancelled_before_its_turn_is_not_made(tiny_engine: Engine) -> None:
     made: list[int] = []
     with tiny_engine.hold():
-        future = tiny_engine._loop.send(lambda: made.append(1))
+        future = tiny_engine.replicas.loops[0].send(lambda: made.append(1))
         assert future.cancel()
     tiny_engine.check_idle()
     assert made == []
@@ -123,7 +123,7 @@ def test_an_interrupt_while_waiting_to_hold_lets_the_loop_go_on(
         patch.setattr("jradix.loop.threading.Event", Interrupted)
         with pytest.raises(KeyboardInterrupt), tiny_engine.hold():
             pass
-    future = tiny_engine._loop.send(tiny_engine._core.check_idle)
+    future = tiny_engine.replicas.loops[0].send(tiny_engine._core.check_idle)
     future.result(60)
 
 
@@ -136,10 +136,10 @@ def test_calls_that_were_cancelled_do_not_keep_a_loop_that_broke_down_from_answe
         raise OverflowError
 
     with own_engine.hold() as core:
-        cancelled, waiting = (own_engine._loop.send(core.check_idle) for _ in range(2))
+        cancelled, waiting = (own_engine.replicas.loops[0].send(core.check_idle) for _ in range(2))
         cancelled.cancel()
-        own_engine._loop._calls.put(None)
-        late = [own_engine._loop.send(core.check_idle) for _ in range(2)]
+        own_engine.replicas.loops[0]._calls.put(None)
+        late = [own_engine.replicas.loops[0].send(core.check_idle) for _ in range(2)]
         late[0].cancel()
         monkeypatch.setattr(core, "close", fail)
     waiting.result(60)
@@ -162,7 +162,7 @@ def test_a_loop_that_breaks_down_leaves_nobody_waiting(
     own_engine.continue_generation()
     with pytest.raises(StepFailedError, match="no room"):
         list(stream)
-    assert own_engine._loop._over.wait(60)
+    assert own_engine.replicas.loops[0]._over.wait(60)
     with pytest.raises(ShutDownError):
         own_engine.flush_cache()
     with pytest.raises(ShutDownError), own_engine.hold():

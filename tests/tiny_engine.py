@@ -90,7 +90,8 @@ def write_dummy_model(source: Path, target: Path, **changes: Any) -> None:
 
 def compile_quickly(engine: Engine) -> None:
     """Compile without LLVM's optimizations, in half the time."""
-    engine.runner.programs.compiler_options = {"xla_backend_optimization_level": 0}
+    for core in engine.replicas.cores:
+        core.runner.programs.compiler_options = {"xla_backend_optimization_level": 0}
 
 
 def start(path: Path, *, optimized: bool = False, **options: Any) -> Engine:
@@ -119,7 +120,7 @@ def restore(engine: Engine, directory: Path) -> None:
     with engine.hold() as core:
         core._start_afresh()
         restorer = Restorer(core, engine.model_config, directory)
-    restorer.start(core, engine._loop)
+    restorer.start(core, engine.replicas.loops[0])
     restorer.wait()
 
 
@@ -135,14 +136,15 @@ def paused(engine: Engine) -> Iterator[None]:
 
 def use_one_bucket(engine: Engine) -> None:
     """Leave the largest of the bucket of each kind; nothing is compiled before it is used."""
-    largest = engine._core.buckets
-    engine._core.buckets = Buckets(
-        decode_rows=largest.decode_rows[-1:],
-        mixed_decode_rows=largest.mixed_decode_rows[-1:],
-        extend_tokens=largest.extend_tokens[-1:],
-        extend_rows=largest.extend_rows[-1:],
-        max_pages=largest.max_pages[-1:],
-    )
+    for core in engine.replicas.cores:
+        largest = core.buckets
+        core.buckets = Buckets(
+            decode_rows=largest.decode_rows[-1:],
+            mixed_decode_rows=largest.mixed_decode_rows[-1:],
+            extend_tokens=largest.extend_tokens[-1:],
+            extend_rows=largest.extend_rows[-1:],
+            max_pages=largest.max_pages[-1:],
+        )
 
 
 def greedy(max_new_tokens: int | None = 16, **fields: Any) -> SamplingParams:

@@ -4,7 +4,7 @@ A snapshot lists nodes in the order in which they are worth keeping: those used 
 parent, so that whatever has room for a part of it keeps whole prefixes.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,19 @@ class Snapshot:
     def page_counts(self) -> npt.NDArray[np.int64]:
         """`[nodes]`; a tail has one page, which is not full."""
         return -(-self.rows[:, Row._fields.index("num_tokens")] // self.page_size)
+
+    def prefixes(self) -> Iterator[tuple[Hashable, npt.NDArray[np.int32]]]:
+        """The longest prefixes, each with its namespace and all its tokens from the root on; the latest used last."""
+        rows = [Row(*row) for row in self.rows.tolist()]
+        ends = np.cumsum([row.num_tokens for row in rows], dtype=np.int64)
+        parents = {row.parent for row in rows}
+        for leaf in reversed(range(len(rows))):
+            if leaf not in parents:
+                path = [leaf]
+                while rows[path[-1]].parent >= 0:
+                    path.append(rows[path[-1]].parent)
+                parts = [self.tokens[ends[place] - rows[place].num_tokens : ends[place]] for place in reversed(path)]
+                yield self.namespaces[rows[leaf].namespace], np.concatenate(parts)
 
 
 def take(tree: RadixTree, clock: int, is_wanted: Callable[[Hashable], bool] = lambda _: True) -> Snapshot:

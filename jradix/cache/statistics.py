@@ -64,6 +64,11 @@ class CacheStatistics:
         return Counters(*(sum(getattr(row, field.name) for row in rows) for field in fields(Counters)))
 
     @property
+    def window(self) -> tuple[int, int]:
+        """Asked and hit tokens of the latest requests."""
+        return self._recent_asked, self._recent_hit
+
+    @property
     def window_hit_rate(self) -> float:
         """Hit over asked tokens of the latest requests; 0 before the first."""
         return self._recent_hit / self._recent_asked if self._recent_asked else 0.0

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
+from jax.sharding import NamedSharding
 
 from jradix.model.config import FAMILIES, ModelConfig
 from jradix.model.family import Shape
@@ -112,6 +114,17 @@ def replace_parameters(
         for array in jax.tree.leaves(make(blank.name, blank.param_shape, blank.layers)):
             parameters[place], place = array, place + 1
     assert place == len(parameters), "these are not the parameters of such a model"
+
+
+def copy_transformer(model: Transformer, sharding: Sharding) -> Transformer:
+    """The same model on as many other devices, those of `sharding`."""
+    graph, state = nnx.split(model)
+
+    def copy(array: jax.Array) -> jax.Array:
+        assert isinstance(array.sharding, NamedSharding), array.sharding
+        return jax.device_put(array, NamedSharding(sharding.mesh, array.sharding.spec))
+
+    return nnx.merge(graph, jax.tree.map(copy, state))
 
 
 def random_transformer(

@@ -5,10 +5,18 @@ import hashlib
 import html
 
 
-def forms(cache_salt: str, *, everything: bool, may_see_all: bool) -> str:
-    """Their HTML. cache_salt: of the namespace that is shown, empty for none."""
-    other = '<a href="cache">One namespace</a>' if everything else '<a href="cache?all=true">All namespaces</a>'
-    return _FORMS.format(salt=html.escape(cache_salt), other=other if may_see_all else "", script=_SCRIPT)
+def forms(cache_salt: str, *, everything: bool, may_see_all: bool, replica: int | None = None) -> str:
+    """Their HTML. cache_salt: of the namespace that is shown, empty for none. replica: None if there is only one."""
+    query = "" if replica is None else f"replica={replica}"
+    one, every = (f"cache?{query}" if query else "cache"), "&amp;".join(filter(None, ("cache?all=true", query)))
+    other = f'<a href="{one}">One namespace</a>' if everything else f'<a href="{every}">All namespaces</a>'
+    which = "" if replica is None else _REPLICA.format(replica=replica)
+    return _FORMS.format(
+        salt=html.escape(cache_salt), other=other if may_see_all else "", replica=which, script=_SCRIPT
+    )
+
+
+_REPLICA = '<label>Replica <input name="replica" type="number" min="0" value="{replica}"></label>\n'
 
 
 _FORMS = """<section class="card"><h2>Why would a prompt hit?</h2>
@@ -28,7 +36,7 @@ _FORMS = """<section class="card"><h2>Why would a prompt hit?</h2>
 <form class="card inline" action="cache">
 <label>Show the tree of the cache_salt
 <input name="cache_salt" value="{salt}" autocomplete="off" placeholder="none"></label>
-<button>Show</button>{other}
+{replica}<button>Show</button>{other}
 </form>
 <script>{script}</script>"""
 

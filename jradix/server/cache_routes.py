@@ -40,24 +40,37 @@ def cache_routes(service: Service, keys: Keys) -> APIRouter:
 
     @router.get("/cache", response_class=HTMLResponse, responses=errors(400, 403))
     async def cache_page(
-        request: Request, cache_salt: str = "", everything: Annotated[bool, Query(alias="all")] = False
+        request: Request,
+        cache_salt: str = "",
+        everything: Annotated[bool, Query(alias="all")] = False,
+        replica: int = 0,
     ) -> HTMLResponse:
+        count = service.engine.info["dp_size"]
+        if not 0 <= replica < count:
+            raise HTTPException(400, f"replica must lie in [0, {count}), got {replica}")
         if everything and not keys.has_admin:
             raise HTTPException(403, "all=true shows the trees of all tenants, and needs a server with admin_api_key")
         if everything:
             operators_only(request)
         is_operator = request.state.is_operator
         shown = None if everything else (cache_salt or None,)  # a form sends an empty field for none
-        view = await service.engine.call("cache_view", shown, is_operator)
-        controls = forms(cache_salt, everything=everything, may_see_all=keys.has_admin and is_operator)
-        page = await asyncio.to_thread(to_html, view, _decode(service), subtitle=service.model_name, controls=controls)
+        view = await service.engine.call("cache_view", replica, shown, is_operator)
+        controls = forms(
+            cache_salt,
+            everything=everything,
+            may_see_all=keys.has_admin and is_operator,
+            replica=replica if count > 1 else None,
+        )
+        title = service.model_name if count == 1 else f"{service.model_name}, replica {replica} of {count}"
+        page = await asyncio.to_thread(to_html, view, _decode(service), subtitle=title, controls=controls)
         return HTMLResponse(page, headers=HEADERS)
 
     @router.post("/cache/explain", responses=errors(400, 413))
     async def explain(body: ExplainRequest) -> dict[str, Any]:
         ids = await _explained_ids(service, body)
-        found = await service.engine.call("explain", ids[:-1], namespace(body.cache_salt))
-        return await asyncio.to_thread(_answer, service, ids, found)
+        replica, found = await service.engine.call("explain", ids[:-1], namespace(body.cache_salt))
+        answer = await asyncio.to_thread(_answer, service, ids, found)
+        return answer if service.engine.info["dp_size"] == 1 else {**answer, "dp_rank": replica}
 
     return router
 

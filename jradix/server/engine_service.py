@@ -23,6 +23,8 @@ from jradix.delivery import StepFailedError
 from jradix.engine import Engine
 from jradix.loop import ShutDownError
 from jradix.output import Output
+from jradix.replicas import gather
+from jradix.reports import combined_info
 from jradix.sampling_params import SamplingParams
 from jradix.schedule_queue import QueueFullError
 from jradix.server.messages import Abandon, Answer, Call, Change, Ready, Submit
@@ -81,7 +83,7 @@ class EngineService:
     def _shut_down(self) -> None:
         """End the engine, which may save its cache; but not one that hangs, for which nobody should wait."""
         try:
-            self._engine.send(lambda _: None).result(_SECONDS_TO_ANSWER)
+            self._engine.replicas.send_each(lambda _: None, list).result(_SECONDS_TO_ANSWER)
         except TimeoutError:
             LOG.critical("the engine's thread does not answer, and this process ends without it")
             os._exit(1)
@@ -96,7 +98,7 @@ class EngineService:
             )
             self._outputs[submit.key] = outputs
             self._sent.update({output: _Sent(submit.key, index) for index, output in enumerate(outputs)})
-            queued = self._engine.send(lambda core: core.submit(outputs))
+            queued = self._engine.replicas.submit(outputs)
         except Exception as error:
             self._forget(submit.key)
             self._refuse(submit.key, error)
@@ -114,7 +116,7 @@ class EngineService:
     def _abandon(self, key: int) -> None:
         outputs = self._outputs.get(key)
         if outputs is not None:
-            self._engine.send(lambda core: core.abandon(outputs))
+            self._engine.replicas.abandoning(outputs)()
 
     def _forget(self, key: int) -> None:
         for output in self._outputs.pop(key, ()):
@@ -128,30 +130,40 @@ class EngineService:
             self._probe(call.key)
             return
         try:
-            function = partial(_CALLS[call.name], self._engine)
-            self._engine.send(lambda core: function(core, *call.arguments)).add_done_callback(
-                partial(self._called, call.key)
-            )
+            called = _CALLS[call.name](self._engine, *call.arguments)
         except Exception as error:
             self._refuse(call.key, error)
+        else:
+            called.add_done_callback(partial(self._called, call.key))
 
     def _probe(self, key: int) -> None:
-        """Generate one token, of which nothing stays: no page, and no number in any statistics."""
-        params = SamplingParams(max_new_tokens=1, temperature=0.0)
+        """Generate one token on each replica, of which nothing stays: no page, and no number in any statistics."""
+        replicas = self._engine.replicas
+        probed: list[Future[None]] = [Future() for _ in replicas.cores]
         try:
-            [output] = self._engine.prepare([[0]], params, lambda output: self._probed(key, output), each_token=False)
-            output.request.namespace = UNSHARED
-            self._engine.send(lambda core: core.submit([output])).add_done_callback(partial(self._sent_probe, key))
+            for replica, done in enumerate(probed):
+                self._probe_replica(replica, done)
         except Exception as error:
             self._refuse(key, error)
+        else:
+            gather(probed, lambda _: None).add_done_callback(partial(self._called, key))
 
-    def _sent_probe(self, key: int, queued: Future[None]) -> None:
-        error = queued.exception()
-        if error is not None:
-            self._refuse(key, error)
+    def _probe_replica(self, replica: int, done: "Future[None]") -> None:
+        def tell(output: Output) -> None:
+            if output.error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(_step_failed(output.error))
 
-    def _probed(self, key: int, output: Output) -> None:
-        self._answer(Answer(key, error=None if output.error is None else _step_failed(output.error)))
+        def queued(future: "Future[None]") -> None:
+            error = future.exception()
+            if error is not None:
+                done.set_exception(error)
+
+        params = SamplingParams(max_new_tokens=1, temperature=0.0)
+        [output] = self._engine.prepare([[0]], params, tell, each_token=False)
+        output.request.namespace = UNSHARED
+        self._engine.send(lambda core: core.submit([output]), replica).add_done_callback(queued)
 
     def _called(self, key: int, called: Future[Any]) -> None:
         error = called.exception()
@@ -225,45 +237,61 @@ def _sendable(error: BaseException) -> Exception:
     """The error as one that the HTTP process can read without loading jax."""
     if isinstance(error, ValueError):
         return ValueError(str(error))
-    if isinstance(error, QueueFullError):
-        return QueueFullError(str(error))
+    if isinstance(error, QueueFullError | StepFailedError):
+        return type(error)(str(error))
     return RuntimeError(repr(error))
 
 
-def _info(engine: Engine, core: Core) -> dict[str, Any]:
-    return core.info()
+def _info(engine: Engine) -> Future[dict[str, Any]]:
+    return engine.replicas.send_each(Core.info, combined_info)
 
 
-def _flush_cache(engine: Engine, core: Core) -> int | None:
-    """The number of pages freed; None, and nothing is flushed, while requests are alive."""
-    return None if core.outputs else core.flush_cache()
+def _flush_cache(engine: Engine) -> Future[int | None]:
+    """The number of pages freed; None, and a replica's cache is not flushed, while requests are alive there."""
+    engine.replicas.forget()
+    return engine.replicas.send_each(
+        lambda core: None if core.outputs else core.flush_cache(),
+        lambda freed: None if None in freed else sum(filter(None, freed)),
+    )
 
 
-def _abort_request(engine: Engine, core: Core, rid: str) -> int:
+def _abort_request(engine: Engine, rid: str) -> Future[int]:
     """End the requests of an id; how many that were."""
-    num_alive = len(core.outputs)
-    core.abort(rid)
-    return num_alive - len(core.outputs)
+
+    def abort(core: Core) -> int:
+        num_alive = len(core.outputs)
+        core.abort(rid)
+        return num_alive - len(core.outputs)
+
+    return engine.replicas.send_each(abort, sum)
 
 
-def _abort_all(engine: Engine, core: Core, message: str) -> int:
+def _abort_all(engine: Engine, message: str) -> Future[int]:
     """End all requests, for the reason given; how many that were."""
-    outputs = list(core.outputs.values())
-    core.abandon(outputs, message)
-    return len(outputs)
+
+    def abort(core: Core) -> int:
+        outputs = list(core.outputs.values())
+        core.abandon(outputs, message)
+        return len(outputs)
+
+    return engine.replicas.send_each(abort, sum)
 
 
-def _cache_view(engine: Engine, core: Core, namespaces: Collection[Hashable] | None, with_pool: bool) -> View:
-    return View.of(core.cache, namespaces=namespaces, with_pool=with_pool)
+def _cache_view(engine: Engine, replica: int, namespaces: Collection[Hashable] | None, with_pool: bool) -> Future[View]:
+    return engine.send(lambda core: View.of(core.cache, namespaces=namespaces, with_pool=with_pool), replica)
 
 
-def _explain(engine: Engine, core: Core, input_ids: list[int], namespace: str | None) -> Explanation:
+def _explain(engine: Engine, input_ids: list[int], namespace: str | None) -> Future[tuple[int, Explanation]]:
+    """Why the prompt would hit as far as it does on the replica where it does so for longest, and which that is."""
     tokenizer = engine.tokenizer
     decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=False)
-    return explain(core.cache, input_ids, namespace, decode, discreet=True)
+    return engine.replicas.send_each(
+        lambda core: explain(core.cache, input_ids, namespace, decode, discreet=True),
+        lambda found: max(enumerate(found), key=lambda item: item[1].num_tokens),
+    )
 
 
-_CALLS: Final[Mapping[str, Callable[..., Any]]] = {
+_CALLS: Final[Mapping[str, Callable[..., "Future[Any]"]]] = {
     "info": _info,
     "flush_cache": _flush_cache,
     "abort_request": _abort_request,
@@ -271,4 +299,4 @@ _CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "cache_view": _cache_view,
     "explain": _explain,
 }
-"""What the HTTP process may call. Each runs on the engine's thread, between two steps."""
+"""What the HTTP process may call. Each runs on the replicas' threads, between two steps."""

@@ -1,6 +1,6 @@
 """What Prometheus is told: SGLang's names where the meaning is SGLang's, and names of our own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,7 +40,7 @@ class Metrics:
             ),
             "evicted_tokens": self._counter("sglang:evicted_tokens", "Cached tokens that made room for others."),
         }
-        self._last_totals = dict.fromkeys(self._totals, 0)
+        self._last_totals: dict[tuple[str, int], int] = {}  # by name and replica
 
     def ended(self, sample: Sample) -> None:
         """Count a request that has ended."""
@@ -58,14 +58,16 @@ class Metrics:
                 self._each.observe((whole - first) / (meta["completion_tokens"] - 1))
 
     def exposition(self, info: Mapping[str, Any]) -> bytes:
-        """The text that Prometheus reads. info: see `Core.info`."""
+        """The text that Prometheus reads: sums over all replicas. info: see `combined_info`."""
         values = {**info, **cache_numbers(info)}
         for name, gauge in self._gauges.items():
             gauge.set(values[name])
-        for name, counter in self._totals.items():
-            last, now = self._last_totals[name], values[name]
-            counter.inc(now - last if now >= last else now)  # the engine counts anew after a failed step
-            self._last_totals[name] = now
+        for rank, replica in enumerate(replica_infos(info)):
+            counted = {**replica, **cache_numbers(replica)}
+            for name, counter in self._totals.items():
+                last, now = self._last_totals.get((name, rank), 0), counted[name]
+                counter.inc(now - last if now >= last else now)  # a replica counts anew after a failed step
+                self._last_totals[name, rank] = now
         return generate_latest(self._registry)
 
     def _counter(self, name: str, meaning: str) -> Counter:
@@ -79,8 +81,13 @@ class Metrics:
         return labelled.labels(self._model_name)
 
 
+def replica_infos(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What each replica says, of `combined_info`."""
+    return info.get("replicas", [info])
+
+
 def cache_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The cache in tokens, named as SGLang does, from `Core.info`."""
+    """The cache in tokens, named as SGLang does, from `Core.info` or `combined_info`."""
     cache = info["cache"]
     size, total = cache["page_size"], cache["num_pages"]
     used = cache["protected_pages"] + cache["private_pages"]

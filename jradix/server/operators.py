@@ -1,5 +1,6 @@
 """What operators ask: is it alive, what is it, how does it do."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from jradix.server.errors import RequestError
 from jradix.server.health import Health
 from jradix.server.keys import operators_only
-from jradix.server.metrics import cache_numbers
+from jradix.server.metrics import cache_numbers, replica_infos
 from jradix.server.openapi import errors
 from jradix.server.service import Service
 
@@ -44,21 +45,16 @@ def operator_routes(service: Service) -> APIRouter:
     @router.get("/get_metric_info", responses=errors(), dependencies=for_operators)
     async def metric_info() -> dict[str, Any]:
         info = await service.engine.call("info")
-        return {**{name: value for name, value in info.items() if name != "cache"}, **cache_numbers(info)}
+        return {
+            **{name: value for name, value in info.items() if name not in ("cache", "replicas")},
+            **cache_numbers(info),
+        }
 
     @router.get("/get_load", responses=errors(), dependencies=for_operators)
     async def load() -> list[dict[str, int]]:
-        """What SGLang's router balances by: one entry, since there is one engine."""
+        """What SGLang's router balances by: an entry for each replica."""
         info = await service.engine.call("info")
-        waiting = info["num_waiting_requests"]
-        return [
-            {
-                "dp_rank": 0,
-                "num_reqs": info["num_running_requests"] + waiting,
-                "num_waiting_reqs": waiting,
-                "num_tokens": cache_numbers(info)["num_used_tokens"],
-            }
-        ]
+        return [_load(rank, each) for rank, each in enumerate(replica_infos(info))]
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=errors(), dependencies=for_operators)
     async def metrics() -> Response:
@@ -75,6 +71,16 @@ def operator_routes(service: Service) -> APIRouter:
         return {"num_flushed_pages": num_pages}
 
     return router
+
+
+def _load(rank: int, info: Mapping[str, Any]) -> dict[str, int]:
+    waiting = info["num_waiting_requests"]
+    return {
+        "dp_rank": rank,
+        "num_reqs": info["num_running_requests"] + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": cache_numbers(info)["num_used_tokens"],
+    }
 
 
 def _model_info(service: Service) -> dict[str, Any]:

@@ -214,7 +214,6 @@ def test_a_flush_and_new_weights_end_a_restoration(tiny_text_path: Path, saved: 
         found = open_newest(saved.directory, fingerprint(core, engine.model_config))
         assert found is not None
 
-
         def update_weights() -> None:
             with core.new_weights():
                 pass

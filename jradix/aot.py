@@ -43,7 +43,7 @@ class Target:
     """A device to compile for.
 
     Attributes:
-        topology: libtpu's name for a small arrangement of such chips.
+        topology: libtpu's name for a small arrangement of such chips; of GPUs any number may be described.
         large_topology: for one of 8 devices.
         device: what `ops.choose` asks for.
         memory_bytes: of one device.
@@ -66,8 +66,9 @@ class Target:
             topology = self.topology if devices <= 4 else self.large_topology
             described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
         else:
+            topology = f"1x1x{devices}"  # of one host
             described = topologies.get_topology_desc(
-                topology_name=self.topology, platform="cuda", target_config=H200, topology=self.topology
+                topology_name=topology, platform="cuda", target_config=H200, topology=topology
             )
         assert len(described.devices) >= devices, f"{self} has {len(described.devices)} devices"
         return Mesh(np.array(described.devices[:devices]), (TENSOR_AXIS,))
@@ -111,5 +112,5 @@ TARGETS = {
     "v6e": Target("tpu", "v6e:2x2", "v6e:2x4", "TPU v6 lite", 32e9, 1640e9, 918e12),
     # A chip is two devices, each with half of its 192 GiB, 7.4 TB/s and 2.3 PFLOP/s.
     "tpu7x": Target("tpu", "tpu7x:2x2x1", "tpu7x:2x2x1", "TPU7x", 96e9, 3690e9, 1153e12),
-    "h200": Target("gpu", "1x1x1", "1x1x1", "9.0", 141e9, 4800e9, 989e12),
+    "h200": Target("gpu", "", "", "9.0", 141e9, 4800e9, 989e12),
 }

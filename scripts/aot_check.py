@@ -267,7 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--models", nargs="+", choices=list(KNOWN_MODELS), default=small, help=f"default: {', '.join(small)}"
     )
-    parser.add_argument("--devices", nargs="+", type=int, choices=[1, 4, 8], default=[1], help="that share each layer")
+    parser.add_argument(
+        "--devices", nargs="+", type=int, choices=[1, 2, 4, 8], default=[1], help="that share each layer"
+    )
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--context-length", type=int, default=8192)
     parser.add_argument("--max-running-requests", type=int, default=64)
@@ -277,8 +279,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if "h200" in options.targets and find_spec("jax_plugins") is None:
         parser.error("h200 needs jax's CUDA plug-in: make aot-gpu installs it")
-    if "h200" in options.targets and options.devices != [1]:
-        parser.error("--devices is for TPUs: the description of an H200 is of one device")
     limit = min(model_config(model).max_position_embeddings for model in options.models)
     if not 2 <= options.context_length <= limit:
         parser.error(f"--context-length must be from 2 to {limit}, these models' limit, got {options.context_length}")

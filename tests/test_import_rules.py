@@ -154,7 +154,7 @@ def device_violations(module: Module) -> Iterator[str]:
 
 
 def platform_violations(module: Module) -> Iterator[str]:
-    if module.name in {"jradix.aot", "jradix.mesh", "jradix.pallas.ops", "jradix.pallas.layout"}:
+    if module.name in {"jradix.aot", "jradix.mesh"} | {f"jradix.pallas.{name}" for name in ("ops", "layout", "rows")}:
         return
     for line, used in used_names(module.tree):
         if used in PLATFORM_QUERIES:

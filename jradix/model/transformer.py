@@ -14,6 +14,7 @@ from jradix.model.config import ModelConfig
 from jradix.model.layers import Attention, MakeLayerParameter, Mlp, linear, rms_norm
 from jradix.model.moe import ExpertParam, Experts
 from jradix.model.rope import rope_tables
+from jradix.pallas.rows import take_rows
 
 type LayerLoop = Literal["scan", "unroll"]
 type Ropes = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -124,10 +125,10 @@ class Transformer(nnx.Module):
         """`[tokens, hidden]`. Of a split embedding each device looks up the ids that it has; the sum has them all."""
         embed, vocab_size = self.embed[...], self.config.vocab_size
         if len(embed) == vocab_size:
-            return embed.at[token_ids].get(mode="clip")
+            return take_rows(embed, token_ids)
         assert self.axis is not None
         here = jnp.clip(token_ids, 0, vocab_size - 1) - jax.lax.axis_index(self.axis) * len(embed)
-        found = embed.at[here].get(mode="clip")
+        found = take_rows(embed, here)
         return jax.lax.psum(jnp.where(((here >= 0) & (here < len(embed)))[:, None], found, 0), self.axis)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jradix.cache.snapshot import Snapshot
 from jradix.cache_files import Fingerprint, SavedCache, UnusableSnapshotError, is_storable, open_newest, write
 from jradix.core import Core
 from jradix.loop import Loop, ShutDownError

@@ -18,7 +18,8 @@ CACHE_OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_
 
 def build(path: Path, **options: Any) -> startup.Parts:
     defaults = {"skip_tokenizer_init": True, "load_format": "dummy", "page_size": 4, "max_total_tokens": 64}
-    return startup.build(EngineConfig.from_kwargs(model_path=str(path), **(defaults | options)))
+    [parts] = startup.build(EngineConfig.from_kwargs(model_path=str(path), **(defaults | options)))
+    return parts
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 # make demo and make test work on a fresh machine: each sets up .venv first.
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench aot aot-tp aot-gpu lock clean venv-demo venv-dev venv-cuda
+.PHONY: help demo test lint format bench aot aot-tp aot-gpu aot-gpu-tp lock clean venv-demo venv-dev venv-cuda
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -34,6 +34,10 @@ aot-tp: venv-dev ## compile steps of large models for 4 and 8 TPU devices, witho
 
 aot-gpu: venv-cuda ## the same for an H200: installs jax's CUDA plug-in, 4 GB, into .venv-cuda
 	.venv-cuda/bin/python scripts/aot_check.py --targets h200 --all-buckets $(AOT_ARGS)
+
+aot-gpu-tp: venv-cuda ## compile steps of large models for 2, 4 and 8 H200s
+	.venv-cuda/bin/python scripts/aot_check.py --devices 2 4 8 --targets h200 \
+		--models llama-3.1-8b qwen3-32b llama-3.1-70b qwen3-30b-a3b $(AOT_ARGS)
 
 # A pin stays while pyproject.toml allows it: make lock LOCK_ARGS=--upgrade takes the newest of everything,
 # LOCK_ARGS="--upgrade-package jax" of one package.

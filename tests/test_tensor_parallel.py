@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -65,6 +66,7 @@ CASES = [
     ("llama", 2),
     ("llama_mqa", 8),  # one KV head in four places, and four that are empty
     ("qwen3_wide", 4),  # three KV heads in four places
+    ("qwen3_wide", 8),  # each in two places, and two that are empty
     ("qwen2", 4),  # biases; two KV heads in two places each
     ("phi3", 2),  # all of q, k and v in one tensor, and gate and up in another
     ("qwen3_moe_mixed", 4),
@@ -118,6 +120,22 @@ def test_an_engine_on_eight_devices_answers_like_one_on_one_device(on_eight: Eng
         assert [entry[1] for entry in mine] == [entry[1] for entry in other]
         np.testing.assert_allclose([e[0] or 0 for e in mine], [e[0] or 0 for e in other], atol=1e-4)
     on_eight.check_idle()
+
+
+def test_an_engine_on_eight_devices_answers_without_a_cache(on_eight: Engine, tiny_engine: Engine) -> None:
+    prompts = prompts_with_shared_prefixes(3, 320, seed=6)
+    expected = output_ids(tiny_engine, prompts)
+    with on_eight.hold() as core:
+        config, core.config = core.config, replace(core.config, disable_radix_cache=True)
+        core._start_afresh()
+    for _ in range(2):
+        results = on_eight.generate(input_ids=prompts, sampling_params=greedy())
+        assert [result["output_ids"] for result in results] == expected
+        assert [result["meta_info"]["cached_tokens"] for result in results] == [0] * len(prompts)
+    on_eight.check_idle()
+    with on_eight.hold() as core:
+        core.config = config
+        core._start_afresh()
 
 
 def test_a_snapshot_of_one_device_is_restored_on_eight_and_back(

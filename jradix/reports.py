@@ -10,16 +10,7 @@ _SAME = ("page_size", "weight_version", "weight_bytes_per_device", "pool_bytes_p
 
 def combined_cache_report(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of `Core.cache_report`s: that of a single replica, or with `replicas`, theirs one by one."""
-    if len(reports) == 1:
-        return dict(reports[0])
-    summed = _summed(reports, leave_out=_RATES)
-    asked, window_asked = summed["asked_tokens"], summed["window_asked_tokens"]
-    return {
-        **summed,
-        "hit_rate": summed["hit_tokens"] / asked if asked else 0.0,
-        "window_hit_rate": summed["window_hit_tokens"] / window_asked if window_asked else 0.0,
-        "replicas": list(reports),
-    }
+    return dict(reports[0]) if len(reports) == 1 else {**_summed_cache(reports), "replicas": list(reports)}
 
 
 def combined_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -29,8 +20,18 @@ def combined_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **_summed(infos, leave_out=("paused", "cache")),
         "paused": any(info["paused"] for info in infos),
-        "cache": combined_cache_report([info["cache"] for info in infos]),
+        "cache": _summed_cache([info["cache"] for info in infos]),
         "replicas": list(infos),
+    }
+
+
+def _summed_cache(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    summed = _summed(reports, leave_out=_RATES)
+    asked, window_asked = summed["asked_tokens"], summed["window_asked_tokens"]
+    return {
+        **summed,
+        "hit_rate": summed["hit_tokens"] / asked if asked else 0.0,
+        "window_hit_rate": summed["window_hit_tokens"] / window_asked if window_asked else 0.0,
     }
 
 

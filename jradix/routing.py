@@ -6,11 +6,10 @@ router of NVIDIA's Dynamo does.
 """
 
 import threading
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +40,23 @@ class _Prompt:
         return OUTPUT_COST * sum(min(request.max_new_tokens, EXPECTED_OUTPUT) for request in self.samples)
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where a request is, its part of the load there, and how many prefixes of its prompt were known before."""
+
+    replica: int
+    load: int
+    num_known: int
+
+
 class Router:
     """Chooses replicas, and knows of each what is outstanding there and which prefixes it was sent last.
 
     A prompt adds to a replica's load the tokens of which it lacks the KV, and `OUTPUT_COST` for each token of output.
     The replica that would then have the smallest load gets it. But loads below a limit count as equal, and among equals
-    the longest known prefix decides. The limit is `TOLERANCE` times the mean load. For a list of prompts it is at least
-    a fair share of all that is then outstanding: so prompts with a common prefix stay together, as long as that leaves
-    no replica idle.
+    the longest known prefix decides. The limit is `TOLERANCE` times the mean load now, or times the smallest load then.
+    For a list of prompts it is at least a fair share of all that is then outstanding: so prompts with a common prefix
+    stay together, as long as that leaves no replica idle.
 
     Samples of one prompt go to one replica. For any thread.
     """
@@ -60,7 +68,7 @@ class Router:
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]  # latest last
         self._loads = [0] * num_replicas
         self._computed = [0] * num_replicas  # prompt tokens that were not known, of all time
-        self._live: dict[str, tuple[int, int]] = {}  # replica and load of each request
+        self._live: dict[str, _Placed] = {}  # by the request's id
         self._ids: Counter[str] = Counter()  # by which callers know live requests
 
     @property
@@ -85,25 +93,31 @@ class Router:
         return replicas
 
     def end(self, request: Request, is_lost: bool = False) -> None:
-        """The request is no longer outstanding, and its output is cached; or the replica's cache `is_lost`.
+        """The request is no longer outstanding, and what was computed is cached; or the replica's cache `is_lost`.
 
         Does nothing the second time.
         """
-        token_ids = request.token_ids(request.prompt_len + len(request.output_ids))
-        hashes = prefix_hashes(token_ids, request.namespace, self._page_size)
+        num_cached = min(request.computed_len, request.prompt_len + len(request.output_ids))
+        hashes = prefix_hashes(request.token_ids(num_cached), request.namespace, self._page_size)
+        promised: list[int] = []
+        if num_cached < request.prompt_len:
+            promised = prefix_hashes(request.prompt_ids, request.namespace, self._page_size)
         with self._lock:
-            if request.id not in self._live:
+            placed = self._live.pop(request.id, None)
+            if placed is None:
                 return
-            replica, load = self._live.pop(request.id)
-            self._loads[replica] -= load
+            self._loads[placed.replica] -= placed.load
             for known_as in (request.id, *request.groups):
                 self._ids[known_as] -= 1
                 if not self._ids[known_as]:
                     del self._ids[known_as]
+            known = self._known[placed.replica]
             if is_lost:
-                self._known[replica].clear()
-            else:
-                self._remember(replica, hashes)
+                known.clear()
+                return
+            for prefix in promised[max(placed.num_known, len(hashes)) :]:
+                known.pop(prefix, None)
+            self._remember(placed.replica, hashes)
 
     def remember(self, replica: int, token_ids: npt.NDArray[np.int32], namespace: Hashable) -> None:
         """The replica has these tokens cached, from elsewhere."""
@@ -138,18 +152,20 @@ class Router:
         if len(prompts) > 1:
             firsts = [prompt.samples[0] for prompt in prompts]
             in_order, shared = sort_by_tokens([r.prompt_ids for r in firsts], [r.namespace for r in firsts])
-        known = np.array([max(self._num_known(prompt)) for prompt in prompts])
+        known = np.array([max(self._matched_lens(prompt, self._num_known(prompt))) for prompt in prompts])
         work = lens.sum() - np.maximum(shared, known[in_order]).sum() + sum(prompt.output_work for prompt in prompts)
         load = sum(self._loads)
         return max(load + work, TOLERANCE * load) / len(self._loads)
 
     def _place(self, prompt: _Prompt, limit: float) -> int:
         num_known = self._num_known(prompt)
-        works = [prompt.samples[0].prompt_len - known + prompt.output_work for known in num_known]
+        matched_lens = self._matched_lens(prompt, num_known)
+        works = [prompt.samples[0].prompt_len - matched_len + prompt.output_work for matched_len in matched_lens]
+        loads = [load + work for load, work in zip(self._loads, works, strict=True)]
+        limit = max(limit, TOLERANCE * min(loads))
 
         def cost(replica: int) -> tuple[float, ...]:
-            load = self._loads[replica] + works[replica]
-            return max(limit, load), -num_known[replica], self._loads[replica], self._computed[replica]
+            return max(limit, loads[replica]), -matched_lens[replica], self._loads[replica], self._computed[replica]
 
         replica = min(range(len(works)), key=cost)
         self._loads[replica] += works[replica]
@@ -157,19 +173,20 @@ class Router:
         rest = works[replica]
         for num_left, sample in zip(range(len(prompt.samples), 0, -1), prompt.samples, strict=True):
             part = rest // num_left
-            self._live[sample.id] = replica, part
+            self._live[sample.id] = _Placed(replica, part, num_known[replica])
             rest -= part
         self._remember(replica, prompt.hashes)
         return replica
 
     def _num_known(self, prompt: _Prompt) -> list[int]:
-        """Tokens of its prefix that each replica knows, 0 where they are too few to count."""
-        hashes, prompt_len = prompt.hashes, prompt.samples[0].prompt_len
-        lens = [
-            self._page_size * bisect_left(range(len(hashes)), True, key=lambda place: hashes[place] not in known)
-            for known in self._known
-        ]
-        return [min(known, prompt_len - 1) if known >= MIN_SHARE * prompt_len else 0 for known in lens]
+        """How many prefixes of the prompt each replica knows without a gap."""
+        return [sum(1 for _ in takewhile(known.__contains__, prompt.hashes)) for known in self._known]
+
+    def _matched_lens(self, prompt: _Prompt, num_known: Sequence[int]) -> list[int]:
+        """Tokens of the prompt that each replica need not compute; 0 where they are too few to count."""
+        prompt_len = prompt.samples[0].prompt_len
+        lens = [min(number * self._page_size, prompt_len - 1) for number in num_known]
+        return [matched_len if matched_len >= MIN_SHARE * prompt_len else 0 for matched_len in lens]
 
     def _remember(self, replica: int, hashes: Sequence[int]) -> None:
         """The longest prefix first, so that none is forgotten before those that go on from it."""

@@ -82,6 +82,7 @@ class Replica:
         self.busy += took
         for job in done:
             job.first = self.now
+            job.request.computed_len = job.request.prompt_len
             self._keep(job.blocks)
         self.decoding += done
         for job in self.decoding:

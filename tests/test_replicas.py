@@ -148,14 +148,16 @@ def test_a_list_that_one_replica_refuses_leaves_nothing_on_the_other(two: Engine
     with paused(two):
         waiting = two.generate(input_ids=[3, 4], sampling_params=greedy(3, n=QUEUED), rid="full", stream=True)
         router = router_of(two)
-        [full] = {replica for replica, _ in router._live.values()}
+        [full] = {placed.replica for placed in router._live.values()}
         loads = router.loads
         many = unrelated(QUEUED + 4)
-        for _ in range(2):
-            with pytest.raises(QueueFullError, match="more exceed max_queued_requests"):
-                two.generate(input_ids=many, sampling_params=greedy(3), rid="many")
+        with pytest.raises(QueueFullError, match="more exceed max_queued_requests"):
+            two.generate(input_ids=many, sampling_params=greedy(3), rid="many")
         with pytest.raises(QueueFullError):
             asyncio.run(two.async_generate(input_ids=many, sampling_params=greedy(3), rid="many"))
+        outputs = two.prepare(many, greedy(3), lambda _: None, each_token=False, rid="many")
+        with pytest.raises(QueueFullError):
+            two.replicas.submit(outputs).result()  # who waits for nothing abandons nothing either
         with holding(two) as cores:
             assert [len(core.outputs) for core in cores] == [QUEUED * (n == full) for n in range(2)]
         assert router.loads == loads

@@ -30,6 +30,12 @@ def random_tokens(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
 
+def finish(router: Router, ended: Request) -> None:
+    """End it as one whose prompt was computed."""
+    ended.computed_len = ended.prompt_len
+    router.end(ended)
+
+
 class PlainRouter:
     """The rule over prefixes spelled out: in a list for each replica, the one used longest ago first."""
 
@@ -38,15 +44,19 @@ class PlainRouter:
         self.num_pages = num_pages
         self.loads = [0] * num_replicas
         self.computed = [0] * num_replicas
-        self.live: dict[str, tuple[int, int]] = {}
+        self.live: dict[str, tuple[int, int, set[tuple[Hashable, ...]]]] = {}
 
     def prefixes(self, tokens: Sequence[int], namespace: Hashable) -> list[tuple[Hashable, ...]]:
         return [(namespace, *tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]
 
     def matched(self, replica: int, tokens: list[int], namespace: Hashable) -> int:
-        found = [prefix for prefix in self.prefixes(tokens, namespace) if prefix in self.known[replica]]
-        length = max((len(prefix) - 1 for prefix in found), default=0)
-        return min(length, len(tokens) - 1) if length >= MIN_SHARE * len(tokens) else 0
+        length = 0
+        for prefix in self.prefixes(tokens, namespace):
+            if prefix not in self.known[replica]:
+                break
+            length = len(prefix) - 1
+        length = min(length, len(tokens) - 1)
+        return length if length >= MIN_SHARE * len(tokens) else 0
 
     def remember(self, replica: int, tokens: list[int], namespace: Hashable) -> None:
         fresh = self.prefixes(tokens, namespace)[::-1]
@@ -68,30 +78,26 @@ class PlainRouter:
         chosen = []
         for r, tokens, output in prompts:
             matched = [self.matched(replica, tokens, r.namespace) for replica in replicas]
-            keys = [
-                (
-                    max(limit, self.loads[n] + len(tokens) - matched[n] + output),
-                    -matched[n],
-                    self.loads[n],
-                    self.computed[n],
-                )
-                for n in replicas
-            ]
+            then = [self.loads[n] + len(tokens) - matched[n] + output for n in replicas]
+            equal = max(limit, TOLERANCE * min(then))
+            keys = [(max(equal, then[n]), -matched[n], self.loads[n], self.computed[n]) for n in replicas]
             place = keys.index(min(keys))
-            self.live[r.id] = place, len(tokens) - matched[place] + output
-            self.loads[place] += self.live[r.id][1]
+            load = len(tokens) - matched[place] + output
+            self.live[r.id] = place, load, set(self.prefixes(tokens, r.namespace)) - set(self.known[place])
+            self.loads[place] += load
             self.computed[place] += len(tokens) - matched[place]
             self.remember(place, tokens, r.namespace)
             chosen.append(place)
         return chosen
 
     def end(self, r: Request, is_lost: bool) -> None:
-        place, load = self.live.pop(r.id)
+        place, load, new = self.live.pop(r.id)
         self.loads[place] -= load
-        if is_lost:
-            self.known[place] = []
-        else:
-            self.remember(place, [*r.prompt_ids.tolist(), *r.output_ids], r.namespace)
+        tokens = [*r.prompt_ids.tolist(), *r.output_ids][: r.computed_len]
+        broken = new - set(self.prefixes(tokens, r.namespace))
+        self.known[place] = [] if is_lost else [prefix for prefix in self.known[place] if prefix not in broken]
+        if not is_lost:
+            self.remember(place, tokens, r.namespace)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -120,6 +126,7 @@ def test_the_router_does_what_a_plain_model_of_it_does(seed: int) -> None:
         elif action < 0.97:
             ended = live.pop(rng.integers(len(live)))
             ended.output_ids += random_tokens(number, int(rng.integers(12)))
+            ended.computed_len = int(rng.integers(2) * ended.prompt_len) + len(ended.output_ids)
             seen[rng.integers(len(seen))] = [*ended.prompt_ids.tolist(), *ended.output_ids][-40:]
             is_lost = rng.random() < 0.05
             router.end(ended, is_lost)
@@ -150,9 +157,9 @@ def test_unrelated_prompts_are_spread_within_the_work_of_one() -> None:
         [replica] = router.place(live[-1:])
         assert before[replica] == min(before)
         if rng.random() < 0.6:
-            router.end(live.pop(rng.integers(len(live))))
+            finish(router, live.pop(rng.integers(len(live))))
     for left in live:
-        router.end(left)
+        finish(router, left)
     prompts = [request(f"l{n}", random_tokens(1000 + n, int(rng.integers(10, 300))), output=20) for n in range(60)]
     router.place(prompts)
     assert max(router.loads) - min(router.loads) <= largest
@@ -164,7 +171,7 @@ def test_one_after_another_unrelated_prompts_fill_all_pools_alike() -> None:
     for number in range(40):
         one = request(str(number), random_tokens(number, 50))
         counts[router.place([one])[0]] += 1
-        router.end(one)
+        finish(router, one)
     assert counts == [10] * 4
 
 
@@ -192,10 +199,24 @@ def test_a_list_keeps_prompts_with_a_common_prefix_together_and_the_replicas_eve
     assert max(router.loads) < 1.15 * min(router.loads)
     again = [request(f"again {index}", each, output=10) for index, each in enumerate(tokens)]
     for each in prompts:
-        router.end(each)
+        finish(router, each)
     assert sum(a == b for a, b in zip(router.place(again), placed, strict=True)) > 90, (
         "the next round finds its prefixes"
     )
+
+
+def test_prompts_that_were_never_computed_are_known_nowhere() -> None:
+    """As after a refusal; what another request has computed stays known."""
+    router, stem = Router(2, PAGE, 1000), random_tokens(0, 40)
+    first = request("first", stem)
+    [home] = router.place([first])
+    refused = [request("refused", [*stem, *random_tokens(1, 40)]), request("new", random_tokens(2, 40))]
+    placed = router.place(refused)
+    assert placed[0] == home
+    for each in refused:
+        router.end(each)
+    finish(router, first)
+    assert [len(known) for known in router._known] == [10 * (replica == home) for replica in range(2)]
 
 
 def test_samples_of_a_prompt_go_to_one_replica_and_load_it_with_each() -> None:
@@ -208,7 +229,7 @@ def test_samples_of_a_prompt_go_to_one_replica_and_load_it_with_each() -> None:
     assert placed == [0, 0, 0, 1]
     assert router.loads == [40 + 30 * OUTPUT_COST, 40 + 10 * OUTPUT_COST]
     for sample, left in zip(samples, (2, 1, 0), strict=True):
-        router.end(sample)
+        finish(router, sample)
         assert bool(router.loads[0]) == bool(left)
 
 
@@ -217,16 +238,16 @@ def test_a_salt_is_a_world_of_its_own_and_a_small_part_of_a_prompt_does_not_bind
     for salt in ("a", "b", None):
         first = request(f"first {salt}", stem, salt)
         home = router.place([first])[0]
-        router.end(first)
+        finish(router, first)
         for number in range(3):
             one = request(f"{salt} {number}", [*stem, *random_tokens(number, 20)], salt)
             assert router.place([one]) == [home]
-            router.end(one)
+            finish(router, one)
     counts = [0, 0]
     for number in range(8):
         one = request(str(number), [*stem, *random_tokens(50 + number, 400)])
         counts[router.place([one])[0]] += 1
-        router.end(one)
+        finish(router, one)
     assert min(counts) >= 3, "its first tenth keeps every prompt on one replica"
 
 
@@ -239,8 +260,8 @@ def test_an_id_is_taken_on_all_replicas_until_its_request_ends() -> None:
         with pytest.raises(ValueError, match=f"rid '{taken}' belongs to a request that is still running"):
             router.place([request("z", [3] * 9), request(taken, [4] * 9)])
         assert router.loads == loads
-    router.end(first)
-    router.end(other)
+    finish(router, first)
+    finish(router, other)
     router.place([request("z", [3] * 9), request("x", [4] * 9), request("both", [5] * 9)])
 
 

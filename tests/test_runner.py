@@ -75,7 +75,7 @@ def warm_engine(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[s
         strict_compile=True,
     )
     compile_quickly(engine)
-    engine.runner.register_processor(twice)
+    engine.register_processor(twice)
     engine.warm_up()
     return engine
 

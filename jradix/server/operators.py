@@ -66,7 +66,7 @@ def operator_routes(service: Service) -> APIRouter:
     async def flush_cache() -> dict[str, int]:
         num_pages = await service.engine.call("flush_cache")
         if num_pages is None:
-            message = "the cache is not flushed: requests are running or waiting; try again when they have ended"
+            message = "the cache is not flushed where requests are running or waiting: try again when they have ended"
             raise RequestError(409, message, code="requests_running")
         return {"num_flushed_pages": num_pages}
 

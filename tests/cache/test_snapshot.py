@@ -196,3 +196,19 @@ def test_only_a_new_cache_of_the_same_page_size_can_be_restored() -> None:
     text.serve([1, 2, 3, 4])
     with pytest.raises(AssertionError, match="only a new cache"):
         text.cache.restore(nothing)
+
+
+def test_the_prefixes_of_a_snapshot_are_those_that_nothing_goes_on_from() -> None:
+    for seed in range(8):
+        text = used_text(random.Random(seed))
+        pages = known_pages(text.cache)
+        longest = {
+            (namespace, tokens)
+            for namespace, tokens in pages
+            if not any(space == namespace and other[: len(tokens)] == tokens != other for space, other in pages)
+        }
+        found = [(namespace, tuple(tokens.tolist())) for namespace, tokens in text.saved()[0].prefixes()]
+        assert set(found) == longest
+        assert len(found) == len(longest)
+        ages = [pages[prefix][0] for prefix in found]
+        assert ages == sorted(ages)

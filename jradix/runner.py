@@ -18,7 +18,16 @@ from jradix import mesh
 from jradix.batch import packed_len
 from jradix.cache.pool import allocate_pool, put_pages, take_pages
 from jradix.config import Buckets, StepShape
-from jradix.jitted import jit, jit_copies, jit_forward, jit_prompt_logprobs, packed_logprobs, pick, sample_and_store
+from jradix.jitted import (
+    jit,
+    jit_calibration,
+    jit_copies,
+    jit_forward,
+    jit_prompt_logprobs,
+    packed_logprobs,
+    pick,
+    sample_and_store,
+)
 from jradix.logit_processor import (
     MAX_PROCESSORS,
     LogitProcessor,
@@ -28,8 +37,10 @@ from jradix.logit_processor import (
 )
 from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
 from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs
+from jradix.model.kv_calibration import calibration_ids, scales_shape
 from jradix.model.parameters import list_parameters
 from jradix.model.quantized import FORMATS
+from jradix.model.quantized_kv import is_quantized
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
@@ -99,6 +110,7 @@ class Runner:
 
     Attributes:
         parameters: the model's, as a flat list.
+        kv_scales: of the pool, see `quantized_kv`; None unless it has 8 bits.
         sharding: how the model is split over devices.
         programs: all that is compiled.
         max_prompt_logprobs: entries for prompt tokens in `PromptLogprobInputs`: all of a step's.
@@ -114,12 +126,20 @@ class Runner:
         buckets: Buckets,
         max_slots: int,
         *,
+        kv_dtype: Any = None,
         strict: bool = False,
     ) -> None:
+        """dtype: of what the model computes. kv_dtype: of the pool; None if it is the same."""
         everywhere, logits = sharding.replicated, sharding.logits
         counts = logits  # [max_slots + 1, vocab]
-        self.sharding = sharding
-        self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels, sharding)
+        self.sharding, kv_dtype = sharding, jnp.dtype(dtype if kv_dtype is None else kv_dtype)
+        self.kv_scales: jax.Array | None = None
+        if is_quantized(kv_dtype):
+            self.kv_scales = jnp.ones(scales_shape(layout), jnp.float32, device=sharding.kv_scales)
+        self._forward, parameters = jit_forward(model, layout.num_pages, kernels, sharding, self.kv_scales)
+        self.parameters = parameters if self.kv_scales is None else parameters[:-1]
+        self._calibrate = jit_calibration(model, kv_dtype, sharding)
+        self._calibration_ids = calibration_ids(model.config)
         self._copy_pages = jit_copies(layout.num_pages, sharding)
         self._sample = jit(
             sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
@@ -146,6 +166,8 @@ class Runner:
         quantized = any(parameter.dtype in FORMATS.values() for parameter in self.parameters)
         self._named = list_parameters(model.config, model.layer_loop, quantized=quantized)
         self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
+        self._kv_dtype = kv_dtype
+        self.calibrate()
         self.reset()
 
     @property
@@ -172,13 +194,19 @@ class Runner:
 
     def reset(self) -> None:
         """A pool of zeros and no counts: at the start, and after a step that failed with them in its hands."""
-        self._pool = allocate_pool(self._layout, self._dtype, self.sharding.pool)
+        self._pool = allocate_pool(self._layout, self._kv_dtype, self.sharding.pool)
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32, device=self.sharding.replicated)
         self._counts: jax.Array | None = None
 
     def close(self) -> None:
         """Give the parameters, the pool and the counts back; nothing can be launched any more."""
-        del self.parameters, self._pool, self._next_tokens, self._counts
+        del self.parameters, self.kv_scales, self._pool, self._next_tokens, self._counts
+
+    def calibrate(self) -> None:
+        """Find the scales of the pool for the weights as they are, see `kv_calibration`; what it holds is void then."""
+        if self.kv_scales is not None:
+            args = (self.parameters, self._calibration_ids)
+            self.kv_scales = self.programs.launch(("calibration",), self._calibrate, *args)
 
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
@@ -260,7 +288,7 @@ class Runner:
     @property
     def transfer_pages(self) -> int:
         """The most pages that `read_pages` gives at a time."""
-        page_bytes = prod(self._content_shape) * jnp.dtype(self._dtype).itemsize
+        page_bytes = prod(self._content_shape) * self._kv_dtype.itemsize
         return max(1, min(self._layout.num_pages - 1, TRANSFER_BYTES // page_bytes))
 
     def read_pages(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
@@ -293,6 +321,14 @@ class Runner:
         for name in sorted(numbers):
             checksum = crc32(numbers[name].tobytes(), crc32(f"{name} {numbers[name].dtype}".encode(), checksum))
         return f"{checksum:08x}"
+
+    def scales_fingerprint(self) -> str | None:
+        """A checksum of the pool's scales, the same on any mesh where they are the same; None if it has none."""
+        if self.kv_scales is None:
+            return None
+        copies = self.sharding.heads.copies
+        each_head = self.kv_scales[:, : self.sharding.config.kv_heads * copies : copies]
+        return f"{crc32(np.asarray(each_head).tobytes()):08x}"
 
     def collect(self, step: LaunchedStep) -> Collected:
         """The step's results, waiting for them if need be."""
@@ -330,7 +366,7 @@ class Runner:
         """Whatever a request may ask for: the names and shapes that the methods below launch."""
         compiled, counts = self.programs.compile, self._counts_shape
         pages = _int32(self.transfer_pages)
-        content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._dtype)
+        content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._kv_dtype)
         compiled(("read pages",), self._read_pages, self._pool, pages)
         compiled(("write pages",), self._write_pages, self._pool, pages, content)
         compiled(("no counts",), self._no_counts)
@@ -389,7 +425,8 @@ class Runner:
         return self.programs.launch(name, self._prompt_logprobs, *args)
 
     def _state(self) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        return self.parameters, self._pool, self._next_tokens
+        parameters = self.parameters if self.kv_scales is None else [*self.parameters, self.kv_scales]
+        return parameters, self._pool, self._next_tokens
 
     def _row_counts(self) -> list[int]:
         return sorted({shape.rows for shape in self._buckets.shapes()})

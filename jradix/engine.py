@@ -37,8 +37,11 @@ LOG = logging.getLogger(__name__)
 class Engine:
     """Runs a model on one device or several, sharing the KV of common prefixes between all requests it has ever seen.
 
-    The model runs on a thread of its own. Every method may be called from any thread, from an interrupt or within a
-    running event loop, and all requests alive share the same steps.
+    The model runs on a thread of its own, with `dp_size` each of its replicas. Every method may be called from any
+    thread, from an interrupt or within a running event loop, and all requests alive on a replica share the same steps.
+
+    Attributes:
+        replicas: what the requests run on.
     """
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
@@ -49,8 +52,8 @@ class Engine:
                 several, which alone has an engine.
         """
         self.config = _joined(EngineConfig.given(config, options))
-        each = startup.build(self.config, connect(self.config))
-        parts = each[0]
+        parts_of_each = startup.build(self.config, connect(self.config))
+        parts = parts_of_each[0]  # the replicas differ in the runner alone
         self.tokenizer, self.model_config = parts.tokenizer, parts.model_config
         self.context_length, self.model_files = parts.context_length, parts.model_files
         self._submission = Submission(
@@ -61,7 +64,7 @@ class Engine:
             pool_tokens=(parts.layout.num_pages - 1) * self.config.page_size,
             random_seed=self.config.random_seed,
         )
-        self.replicas = Replicas(self.config, each)
+        self.replicas = Replicas(self.config, parts_of_each)
         self._core = self.replicas.cores[0]
         if self.config.cache_dir is not None:
             self.replicas.open_caches(Path(self.config.cache_dir))
@@ -282,10 +285,8 @@ class Engine:
         ]
         with self.replicas.hold_all() as cores, ExitStack() as updates:
             self.replicas.forget()
-            for replace, runner in [
-                (replace, updates.enter_context(core.new_weights()))
-                for replace, core in zip(sources, cores, strict=True)
-            ]:
+            for_all = [updates.enter_context(core.new_weights()) for core in cores]  # which fail together
+            for replace, runner in zip(sources, for_all, strict=True):
                 runner.replace_parameters(replace)
         return self._core.weight_version
 

@@ -60,12 +60,14 @@ def _begin(core: Core, model_config: ModelConfig) -> tuple[SnapshotReader, Finge
 def fingerprint(core: Core, model_config: ModelConfig) -> Fingerprint:
     """Everything beside the tokens that the content of a page depends on, whatever the devices.
 
-    That is the model's configuration field by field, some numbers of every parameter, and the type and size of a page.
+    That is the model's configuration field by field, some numbers of every parameter, and the type, scales and size
+    of a page.
     """
     model = {f"model {name}": repr(value) for name, value in asdict(model_config).items()}
     return model | {
         "weights": core.runner.fingerprint(),
         "dtype": core.runner.pool.dtype.name,
+        "KV scales": core.runner.scales_fingerprint(),
         "page_size": core.layout.page_size,
     }
 

@@ -13,6 +13,7 @@ EvictionPolicy = Literal["adaptive", "fifo", "filo", "lfu", "lru", "mru", "prior
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["auto", "int8", "fp8"]
+KVCacheDType = Literal["auto", "bfloat16", "fp8_e4m3", "int8"]
 LayerLoop = Literal["auto", "scan", "unroll"]
 FOUND_BY_JAX = "auto"
 MAX_CHUNK = 32768
@@ -27,9 +28,11 @@ class EngineConfig:
         model_path: a Hugging Face directory, a hub id (`org/name`), a GGUF file or what `jradix convert` wrote.
         load_format: "auto" reads the weights; "dummy" draws random ones of the same shapes, for benchmarks.
         skip_tokenizer_init: token ids in, token ids out; no text.
-        dtype: of weights and KV pool. "auto" is bfloat16.
+        dtype: of weights and, unless `kv_cache_dtype` says otherwise, of the KV pool. "auto" is bfloat16.
         quantization: "int8" or "fp8" keeps linear weights in 8 bits, with one scale for each output channel; the rest
             is `dtype`. "auto" keeps them as `jradix convert` wrote them, or as `dtype`.
+        kv_cache_dtype: of the KV pool. "int8" and "fp8_e4m3" take half the memory of bfloat16, with one scale for each
+            layer, KV head and channel, found when the weights are loaded. "auto" is `dtype`.
         context_length: the most positions of a request, prompt and output together. None: what the model allows.
         page_size: tokens a page holds.
         max_total_tokens: tokens the KV pool holds, rounded down to pages. None: sized from memory.
@@ -65,6 +68,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     dtype: DType = "auto"
     quantization: Quantization = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
     context_length: int | None = None
     page_size: int = 16
     max_total_tokens: int | None = None

@@ -1,6 +1,7 @@
 """`jradix doctor`: what this installation would run a model with, and why."""
 
 import platform
+from collections import Counter
 from importlib import metadata
 
 import jax
@@ -38,7 +39,7 @@ def report(config: EngineConfig) -> str:
         "model": f"{model.architecture}, {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.head_dim}, vocabulary of {model.vocab_size}",
         **({"heads": _heads(sharding)} if sharding.devices > 1 else {}),
-        "weights": f"{_size(parts.runner.weight_bytes_per_device)}{each} in {parts.runner.parameters[0].dtype}",
+        "weights": f"{_size(parts.runner.weight_bytes_per_device)}{each} in {_types(parts.runner.parameters)}",
         "layer loop": startup.layer_loop_of(config),
         "context": f"{parts.context_length} tokens of the model's {model.max_position_embeddings}",
         "KV pool": f"{layout.num_pages - 1} pages of {layout.page_size} tokens = {tokens} tokens, "
@@ -59,6 +60,14 @@ def _heads(sharding: Sharding) -> str:
     padded = sharding.heads.slots - sharding.config.kv_heads * sharding.heads.copies
     held = f"{sharding.kv_heads_of_device} KV and {sharding.q_heads_of_device} query heads on each device"
     return f"{held}; each KV head {sharding.heads.copies} times, {padded} of {sharding.heads.slots} places empty"
+
+
+def _types(arrays: list[jax.Array]) -> str:
+    """Those of the arrays, that which takes most memory first."""
+    sizes: Counter[str] = Counter()
+    for array in arrays:
+        sizes[array.dtype.name] += array.nbytes
+    return ", ".join(name for name, _ in sizes.most_common())
 
 
 def _size(num_bytes: int) -> str:

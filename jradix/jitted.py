@@ -1,6 +1,7 @@
 """The functions that a runner compiles, jitted: what each computes, where its arguments lie, what is donated."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from jradix.batch import StepArrays
 from jradix.cache.pool import copy_pages
 from jradix.config import StepShape
 from jradix.logprobs import logprobs, prompt_logprobs
+from jradix.model.kv_calibration import calibrate
 from jradix.model.parameters import Parameter
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
@@ -28,16 +30,23 @@ def jit(
 
 
 def jit_forward(
-    model: Transformer, pages_per_layer: int, kernels: Kernels, sharding: Sharding
+    model: Transformer,
+    pages_per_layer: int,
+    kernels: Kernels,
+    sharding: Sharding,
+    kv_scales: jax.Array | None = None,
 ) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
     """The forward pass of a step, and its parameters, a flat list, because jax walks them on every launch.
 
     `(parameters, pool, next_tokens, arrays, shape) -> (logits, hidden, sample_slots, pool)`. The pool is donated. A
     token id `-1 - slot` is looked up in `next_tokens`. On several devices each of them runs the function on its shards,
-    and nothing is sent but the sums that the model asks for.
+    and nothing is sent but the sums that the model asks for. Last among the parameters are the pool's scales, if it has
+    any.
     """
     graph, state = nnx.split(model)
     parameters, structure = jax.tree.flatten(state)
+    if kv_scales is not None:
+        parameters.append(kv_scales)
     everywhere = sharding.replicated
     inputs = ([parameter.sharding for parameter in parameters], sharding.pool, everywhere, everywhere)
     outputs = (sharding.logits, everywhere, everywhere, sharding.pool)
@@ -45,23 +54,41 @@ def jit_forward(
     def forward(
         parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, shape: StepShape
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
+        weights, kv_scales = parameters[: structure.num_leaves], parameters[structure.num_leaves :]
+        merged = nnx.merge(graph, jax.tree.unflatten(structure, weights))
         step = StepArrays.unpack(arrays, shape, pages_per_layer, kernels)
+        attention = replace(step.attention, kv_scales=kv_scales[0]) if kv_scales else step.attention
         token_ids = jnp.where(step.token_ids >= 0, step.token_ids, next_tokens[-1 - step.token_ids])
-        logits, hidden, pool = merged(token_ids, pool, step.attention, step.logits_at)
+        logits, hidden, pool = merged(token_ids, pool, attention, step.logits_at)
         return logits, hidden, step.sample_slots, pool
 
     def on_each_device(
         parameters: list[jax.Array], pool: jax.Array, next_tokens: jax.Array, arrays: jax.Array, shape: StepShape
     ) -> Any:
-        specs = jax.tree.map(lambda place: place.spec, (inputs, outputs))
-        local = jax.shard_map(
-            partial(forward, shape=shape), mesh=sharding.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )
+        local = _on_each_device(partial(forward, shape=shape), inputs, outputs, sharding)
         return local(parameters, pool, next_tokens, arrays)
 
     function = forward if sharding.axis is None else on_each_device
     return jit(function, inputs, outputs, donate=1, static_argnums=4), parameters
+
+
+def jit_calibration(model: Transformer, kv_dtype: Any, sharding: Sharding) -> jax.stages.Wrapped:
+    """`(weights, token_ids) -> kv_scales`, see `calibrate`, for `jit_forward`'s parameters without scales."""
+    graph, state = nnx.split(model)
+    weights, structure = jax.tree.flatten(state)
+    inputs = ([weight.sharding for weight in weights], sharding.replicated)
+
+    def run(weights: list[jax.Array], token_ids: jax.Array) -> jax.Array:
+        merged = nnx.merge(graph, jax.tree.unflatten(structure, weights))
+        return calibrate(merged, token_ids, sharding.kv_heads_of_device, kv_dtype)
+
+    function = run if sharding.axis is None else _on_each_device(run, inputs, sharding.kv_scales, sharding)
+    return jit(function, inputs, sharding.kv_scales)
+
+
+def _on_each_device(function: Callable[..., Any], inputs: Any, outputs: Any, sharding: Sharding) -> Callable[..., Any]:
+    specs = jax.tree.map(lambda place: place.spec, (inputs, outputs))
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
 def jit_copies(pages_per_layer: int, sharding: Sharding) -> jax.stages.Wrapped:
@@ -73,18 +100,18 @@ def jit_copies(pages_per_layer: int, sharding: Sharding) -> jax.stages.Wrapped:
 def jit_prompt_logprobs(model: Transformer, block: int, sharding: Sharding) -> jax.stages.Wrapped:
     """Log-probabilities of prompt tokens, `block` of them at a time.
 
-    `(parameters, hidden, tokens, given_ids) -> packed`, for `jit_forward`'s parameters and what `pick` gives; see
-    `logprobs.prompt_logprobs` and `PromptLogprobInputs`.
+    `(weights, hidden, tokens, given_ids) -> packed`, for `jit_forward`'s parameters without scales and what `pick`
+    gives; see `logprobs.prompt_logprobs` and `PromptLogprobInputs`.
     """
     graph, state = nnx.split(model)
-    parameters, structure = jax.tree.flatten(state)
+    weights, structure = jax.tree.flatten(state)
     everywhere = sharding.replicated
 
-    def run(parameters: list[jax.Array], hidden: jax.Array, tokens: jax.Array, given_ids: jax.Array) -> jax.Array:
-        merged = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
+    def run(weights: list[jax.Array], hidden: jax.Array, tokens: jax.Array, given_ids: jax.Array) -> jax.Array:
+        merged = nnx.merge(graph, jax.tree.unflatten(structure, weights))
         return prompt_logprobs(hidden, tokens[1], given_ids, merged.logits, block=block)
 
-    inputs = ([parameter.sharding for parameter in parameters], everywhere, everywhere, everywhere)
+    inputs = ([weight.sharding for weight in weights], everywhere, everywhere, everywhere)
     return jit(run, inputs, everywhere)
 
 

@@ -20,6 +20,7 @@ from jradix.cache.pool import allocate_pool, put_pages, take_pages
 from jradix.config import Buckets, StepShape
 from jradix.jitted import (
     jit,
+    jit_calibration,
     jit_copies,
     jit_forward,
     jit_prompt_logprobs,
@@ -39,8 +40,10 @@ from jradix.logit_processor import (
 from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
 from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs
 from jradix.mirror import Mirror, mirrored
+from jradix.model.kv_calibration import calibration_ids, scales_shape
 from jradix.model.parameters import list_parameters
 from jradix.model.quantized import FORMATS
+from jradix.model.quantized_kv import is_quantized
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
@@ -111,6 +114,7 @@ class Runner:
 
     Attributes:
         parameters: the model's, as a flat list.
+        kv_scales: of the pool, see `quantized_kv`; None unless it has 8 bits.
         sharding: how the model is split over devices.
         mirror: what tells calls to the runners of other processes.
         programs: all that is compiled.
@@ -127,13 +131,23 @@ class Runner:
         buckets: Buckets,
         max_slots: int,
         *,
+        kv_dtype: Any = None,
         strict: bool = False,
         mirror: Mirror | None = None,
     ) -> None:
+        """dtype: of what the model computes. kv_dtype: of the pool; None if it is the same."""
         everywhere, logits = sharding.replicated, sharding.logits
         counts = logits  # [max_slots + 1, vocab]
         self.sharding, self.mirror = sharding, mirror or Mirror()
-        self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels, sharding)
+        kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
+        self.kv_scales: jax.Array | None = None
+        if is_quantized(kv_dtype):
+            self.kv_scales = jnp.ones(scales_shape(layout), jnp.float32, device=sharding.kv_scales)
+        self._forward, parameters = jit_forward(model, layout.num_pages, kernels, sharding, self.kv_scales)
+        self.parameters = parameters if self.kv_scales is None else parameters[:-1]
+        self._calibrate = jit_calibration(model, kv_dtype, sharding)
+        self._calibration_ids = calibration_ids(model.config)
+        self._whole_scales = jit(lambda scales: scales, (sharding.kv_scales,), everywhere)
         self._copy_pages = jit_copies(layout.num_pages, sharding)
         self._sample = jit(
             sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
@@ -161,6 +175,8 @@ class Runner:
         self._named = list_parameters(model.config, model.layer_loop, quantized=quantized)
         self._samples = jit_samples(self.parameters, self._named, sharding)
         self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
+        self._kv_dtype = kv_dtype
+        self._find_scales()
         self._start_afresh()
 
     @property
@@ -193,13 +209,18 @@ class Runner:
     def _start_afresh(self) -> None:
         """A pool of zeros and no counts."""
         self._launched: _LaunchedForward | None = None  # until its sampling is launched
-        self._pool = allocate_pool(self._layout, self._dtype, self.sharding.pool)
+        self._pool = allocate_pool(self._layout, self._kv_dtype, self.sharding.pool)
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32, device=self.sharding.replicated)
         self._counts: jax.Array | None = None
 
     def close(self) -> None:
         """Give the parameters, the pool and the counts back; nothing can be launched any more."""
-        del self.parameters, self._pool, self._next_tokens, self._counts, self._launched
+        del self.parameters, self.kv_scales, self._pool, self._next_tokens, self._counts, self._launched
+
+    def _find_scales(self) -> None:
+        """Those of the pool for the weights as they are, see `kv_calibration`; what it holds is void then."""
+        if self.kv_scales is not None:
+            self.kv_scales = self._calibrate(self.parameters, self._calibration_ids)
 
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
@@ -295,7 +316,7 @@ class Runner:
     @property
     def transfer_pages(self) -> int:
         """The most pages that `read_pages` gives at a time."""
-        page_bytes = prod(self._content_shape) * jnp.dtype(self._dtype).itemsize
+        page_bytes = prod(self._content_shape) * self._kv_dtype.itemsize
         return max(1, min(self._layout.num_pages - 1, TRANSFER_BYTES // page_bytes))
 
     @mirrored
@@ -319,8 +340,9 @@ class Runner:
 
     @mirrored
     def replace_parameters(self, replace: Callable[[list[jax.Array], Sharding], None]) -> None:
-        """Let `replace` change the parameters in place."""
+        """Let `replace` change the parameters in place; the scales of the pool are then found anew."""
         replace(self.parameters, self.sharding)
+        self._find_scales()
 
     @mirrored
     def fingerprint(self) -> str:
@@ -336,6 +358,16 @@ class Runner:
         for name in sorted(numbers):
             checksum = crc32(numbers[name].tobytes(), crc32(f"{name} {numbers[name].dtype}".encode(), checksum))
         return f"{checksum:08x}"
+
+    @mirrored
+    def scales_fingerprint(self) -> str | None:
+        """A checksum of the pool's scales, the same on any mesh where they are the same; None if it has none."""
+        if self.kv_scales is None:
+            return None
+        scales = self.programs.launch(("whole scales",), self._whole_scales, self.kv_scales)
+        copies = self.sharding.heads.copies
+        each_head = np.asarray(scales)[:, : self.sharding.config.kv_heads * copies : copies]
+        return f"{crc32(each_head.tobytes()):08x}"
 
     def collect(self, step: LaunchedStep) -> Collected:
         """The step's results, waiting for them if need be."""
@@ -379,10 +411,12 @@ class Runner:
         """Whatever a request may ask for: the names and shapes that the methods below launch."""
         compiled, counts = self.programs.compile, self._counts_shape
         pages = _int32(self.transfer_pages)
-        content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._dtype)
+        content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._kv_dtype)
         compiled(("read pages",), self._read_pages, self._pool, pages)
         compiled(("write pages",), self._write_pages, self._pool, pages, content)
         compiled(("samples of parameters",), self._samples, self.parameters)
+        if self.kv_scales is not None:
+            compiled(("whole scales",), self._whole_scales, self.kv_scales)
         compiled(("no counts",), self._no_counts)
         compiled(("set counts",), self._set_counts, counts, _int32(), _int32(self._vocab_size))
         for rows in self._row_counts():
@@ -439,7 +473,8 @@ class Runner:
         return self.programs.launch(name, self._prompt_logprobs, *args)
 
     def _state(self) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        return self.parameters, self._pool, self._next_tokens
+        parameters = self.parameters if self.kv_scales is None else [*self.parameters, self.kv_scales]
+        return parameters, self._pool, self._next_tokens
 
     def _row_counts(self) -> list[int]:
         return sorted({shape.rows for shape in self._buckets.shapes()})

@@ -38,6 +38,7 @@ from jradix.runner import Runner, wait_for
 from jradix.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES: dict[str, Any] = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
+KV_DTYPES: dict[str, Any] = {"bfloat16": jnp.bfloat16, "fp8_e4m3": jnp.float8_e4m3fn, "int8": jnp.int8}
 QUANTIZATIONS: dict[str, str | None] = {"auto": None, **{name: name for name in FORMATS}}
 
 
@@ -104,6 +105,7 @@ def _build(config: EngineConfig, processes: Processes | None) -> list[Parts]:
             DTYPES[config.dtype],
             buckets,
             config.max_running_requests,
+            kv_dtype=kv_dtype_of(config),
             strict=config.strict_compile,
             mirror=Mirror(processes.tell) if processes is not None and processes.rank == 0 else Mirror(),
         )
@@ -170,6 +172,7 @@ def _choose_kernels(config: EngineConfig, sharding: Sharding, max_pages: int) ->
         head_dim=sharding.config.head_dim,
         page_size=config.page_size,
         dtype=jnp.dtype(DTYPES[config.dtype]).name,
+        kv_dtype=kv_dtype_of(config).name,
     )
     return mesh.choose_kernels(geometry, max_pages)
 
@@ -207,6 +210,11 @@ def _load_models(config: EngineConfig, shardings: Sequence[Sharding], checkpoint
     return models
 
 
+def kv_dtype_of(config: EngineConfig) -> jnp.dtype:
+    """Of the KV pool."""
+    return jnp.dtype(DTYPES[config.dtype] if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype])
+
+
 def layer_loop_of(config: EngineConfig) -> LayerLoop:
     """The one that is used: the configuration's, or what suits the device."""
     return mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
@@ -234,7 +242,7 @@ def _size_pool(
     if config.max_total_tokens is not None:
         usable = config.max_total_tokens // config.page_size
     else:
-        page_bytes = one_page.page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize) // sharding.devices
+        page_bytes = one_page.page_bytes(kv_dtype_of(config).itemsize) // sharding.devices
         devices = [device for each in shardings for device in each.device_list]
         budget = mesh.pool_budget_bytes(config.mem_fraction_static, devices)
         if processes is not None:

@@ -3,6 +3,7 @@
     python scripts/aot_check.py                                   # some programs of each model for each TPU
     python scripts/aot_check.py --targets h200 --all-buckets      # needs jax's CUDA plug-in: pip install jradix[cuda]
     python scripts/aot_check.py --models llama-3.1-8b --targets v6e --json aot.json
+    python scripts/aot_check.py --kv-cache-dtype int8 --quantization int8
     python scripts/aot_check.py --devices 4 8 --models llama-3.1-70b --targets v6e tpu7x
 
 A line a program: seconds to compile, bytes of arguments, of arguments that results take over (*aliased*), and of
@@ -25,11 +26,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -47,17 +48,21 @@ from jradix.config import Buckets, EngineConfig, StepShape
 from jradix.jitted import jit_copies, jit_forward
 from jradix.mesh import ACCELERATOR_FRACTION, layer_loop_for
 from jradix.model.config import ModelConfig
+from jradix.model.kv_calibration import scales_shape
+from jradix.model.quantized_kv import is_quantized
 from jradix.model.sharding import TENSOR_AXIS, Sharding
 from jradix.model.transformer import Transformer
 from jradix.model.weights import abstract_transformer
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels, choose
+from jradix.startup import QUANTIZATIONS, kv_dtype_of
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 MAX_TEMPORARY = 0.05  # of the pool
 MAX_COPY = 1 / 16  # of the pool
 LARGEST_WEIGHTS = 0.8  # of the memory for weights and pool
+BFLOAT16 = EngineConfig(model_path="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +75,31 @@ class Plan:
     kernels: Kernels
     layout: KVLayout
     buckets: Buckets
+    quantization: str | None
+    kv_dtype: jnp.dtype
 
     @classmethod
     def of(cls, target: Target, name: str, engine: EngineConfig, devices: int = 1) -> "Plan":
-        config = model_config(name)
+        config, quantization = model_config(name), QUANTIZATIONS[engine.quantization]
         context_length = engine.context_length or config.max_position_embeddings
         buckets = Buckets.of(engine, context_length)
         memory = int(target.memory_bytes * ACCELERATOR_FRACTION)
-        if weight_bytes(config, devices) > memory * LARGEST_WEIGHTS:
-            while weight_bytes(config, devices) > memory / 2:
+        if weight_bytes(config, devices, quantization) > memory * LARGEST_WEIGHTS:
+            while weight_bytes(config, devices, quantization) > memory / 2:
                 config = model_config(name, config.layers - 1)
         sharding = abstract_sharding(config, devices)
         heads = (sharding.q_heads_of_device, sharding.kv_heads_of_device)
-        geometry = Geometry(*heads, config.head_dim, engine.page_size, DTYPE.name)
+        kv_dtype = kv_dtype_of(engine)
+        geometry = Geometry(*heads, config.head_dim, engine.page_size, DTYPE.name, kv_dtype.name)
         kernels = choose(target.platform, target.device, geometry, buckets.max_pages[-1])
         page = KVLayout(
             config.layers, 1, engine.page_size, sharding.heads.slots, config.head_dim, joined=kernels.joined_pages
         )
         at_most = engine.max_running_requests * -(-context_length // engine.page_size)
-        budget = memory - weight_bytes(config, devices)
-        pages = pages_that_fit(page.page_bytes(DTYPE.itemsize) // devices, budget, at_most) + 1
-        return cls(target, config, devices, kernels, replace(page, num_pages=pages), buckets)
+        budget = memory - weight_bytes(config, devices, quantization)
+        pages = pages_that_fit(page.page_bytes(kv_dtype.itemsize) // devices, budget, at_most) + 1
+        layout = replace(page, num_pages=pages)
+        return cls(target, config, devices, kernels, layout, buckets, quantization, kv_dtype)
 
     @property
     def layer_loop(self) -> Any:
@@ -99,7 +108,7 @@ class Plan:
     @property
     def pool_bytes(self) -> int:
         """Of one device."""
-        return self.layout.page_bytes(DTYPE.itemsize) * self.layout.num_pages // self.devices
+        return self.layout.page_bytes(self.kv_dtype.itemsize) * self.layout.num_pages // self.devices
 
 
 def abstract_sharding(config: ModelConfig, devices: int) -> Sharding:
@@ -108,11 +117,11 @@ def abstract_sharding(config: ModelConfig, devices: int) -> Sharding:
     return Sharding(config, mesh)
 
 
-def weight_bytes(config: ModelConfig, devices: int = 1) -> int:
+def weight_bytes(config: ModelConfig, devices: int = 1, quantization: str | None = None) -> int:
     """Of one device."""
     options: Any = {"dtype": DTYPE, "layer_loop": "unroll", "sharding": abstract_sharding(config, devices)}
-    parameters = jax.tree.leaves(abstract_transformer(config, **options))
-    return sum(prod(parameter.sharding.shard_shape(parameter.shape)) for parameter in parameters) * DTYPE.itemsize
+    parameters = jax.tree.leaves(abstract_transformer(config, quantization=quantization, **options))
+    return sum(prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +147,13 @@ def compile_programs(plan: Plan, model: str, target: str, shapes: Sequence[StepS
     """The copy of pages, then a forward pass for each shape."""
     mesh = plan.target.mesh(plan.devices)
     sharding = Sharding(plan.config, mesh)
-    abstract = abstract_transformer(plan.config, dtype=DTYPE, layer_loop=plan.layer_loop, sharding=sharding)
-    forward, parameters = jit_forward(abstract, plan.layout.num_pages, plan.kernels, sharding)
-    pool = jax.ShapeDtypeStruct(plan.layout.shape, DTYPE, sharding=sharding.pool)
+    options: Any = {"dtype": DTYPE, "layer_loop": plan.layer_loop, "quantization": plan.quantization}
+    abstract = abstract_transformer(plan.config, sharding=sharding, **options)
+    scales: Any = None
+    if is_quantized(plan.kv_dtype):
+        scales = jax.ShapeDtypeStruct(scales_shape(plan.layout), jnp.float32, sharding=sharding.kv_scales)
+    forward, parameters = jit_forward(abstract, plan.layout.num_pages, plan.kernels, sharding, scales)
+    pool = jax.ShapeDtypeStruct(plan.layout.shape, plan.kv_dtype, sharding=sharding.pool)
     pool_size = prod(sharding.pool.shard_shape(pool.shape))
     slots = plan.buckets.decode_rows[-1]
 
@@ -211,15 +224,22 @@ class Estimate:
     fits: bool
 
 
-def estimate(target: str, model: str, rows: int = 64, context_len: int = 1024, prompt_len: int = 2048) -> Estimate:
+def estimate(
+    target: str,
+    model: str,
+    engine: EngineConfig = BFLOAT16,
+    rows: int = 64,
+    context_len: int = 1024,
+    prompt_len: int = 2048,
+) -> Estimate:
     config, chip = model_config(model), TARGETS[target]
     embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
-    weights = weight_bytes(config)
+    weights = weight_bytes(config, quantization=QUANTIZATIONS[engine.quantization])
     read = weights if config.tie_word_embeddings else weights - embedding
-    position = rows * 2 * config.kv_heads * config.head_dim * DTYPE.itemsize  # of a layer
+    position = rows * 2 * config.kv_heads * config.head_dim * kv_dtype_of(engine).itemsize  # of a layer
     kv = position * sum(min(context_len, window or context_len) for window in config.windows)
     idle_experts = len(config.moe_layers) * (config.experts - config.experts_per_token)  # to one token
-    multiplied = (read - embedding) / DTYPE.itemsize
+    multiplied = (weight_bytes(config) - embedding * (2 - config.tie_word_embeddings)) / DTYPE.itemsize
     multiplied -= 3 * idle_experts * config.hidden_size * config.expert_mlp_size
     pairs = sum(seen_pairs(prompt_len, window or prompt_len) for window in config.windows)
     flops = 2.0 * multiplied * prompt_len + 4.0 * config.q_heads * config.head_dim * pairs
@@ -274,6 +294,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context-length", type=int, default=8192)
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--chunked-prefill-size", type=int, default=2048)
+    for name in ("quantization", "kv_cache_dtype"):
+        [field] = (field for field in fields(EngineConfig) if field.name == name)
+        choices = get_args(field.type)
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=choices, default="auto", help="as of an engine")
     parser.add_argument("--all-buckets", action="store_true", help="every step program instead of three a model")
     parser.add_argument("--json", type=Path, help="write the table's numbers here")
     options = parser.parse_args(arguments)
@@ -301,6 +325,8 @@ def check(options: argparse.Namespace) -> tuple[list[Line], list[Estimate]]:
         context_length=options.context_length,
         max_running_requests=options.max_running_requests,
         chunked_prefill_size=options.chunked_prefill_size,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     pairs = [(target, model) for target in options.targets for model in options.models]
     cases = [(*pair, devices) for pair in pairs for devices in options.devices]
@@ -309,7 +335,7 @@ def check(options: argparse.Namespace) -> tuple[list[Line], list[Estimate]]:
         plan = Plan.of(TARGETS[target], model, engine, devices)
         shapes = plan.buckets.shapes()
         lines += compile_programs(plan, model, target, shapes if options.all_buckets else some_of(shapes))
-    estimates = [estimate(target, model) for target, model in pairs]
+    estimates = [estimate(target, model, engine) for target, model in pairs]
     return lines, estimates
 
 

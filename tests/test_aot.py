@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jradix.config import StepShape
 from jradix.jitted import jit_copies, jit_forward, jit_prompt_logprobs
 from jradix.logits import penalize
 from jradix.model.config import ModelConfig
+from jradix.model.kv_calibration import scales_shape
+from jradix.model.quantized_kv import is_quantized
 from jradix.model.sharding import Sharding
 from jradix.model.weights import abstract_transformer
 from jradix.pallas.geometry import Geometry
@@ -35,37 +38,44 @@ def target(request: pytest.FixtureRequest) -> Target:
     return TARGETS[request.param]
 
 
-def parts(target: Target, tiny_path: Callable[[str], Path], page_size: int) -> tuple[ModelConfig, KVLayout, Kernels]:
+def parts(
+    target: Target, tiny_path: Callable[[str], Path], page_size: int, kv_dtype: str = "bfloat16"
+) -> tuple[ModelConfig, KVLayout, Kernels]:
     config = ModelConfig.from_hf(json.loads((tiny_path("llama") / "config.json").read_text()) | WIDE)
-    geometry = Geometry(config.q_heads, config.kv_heads, config.head_dim, page_size, "bfloat16")
+    geometry = Geometry(config.q_heads, config.kv_heads, config.head_dim, page_size, "bfloat16", kv_dtype)
     kernels = choose(target.platform, target.device, geometry, max_pages=16)
     layout = KVLayout(LAYERS, PAGES, page_size, config.kv_heads, config.head_dim, joined=kernels.joined_pages)
     return config, layout, kernels
 
 
-@pytest.mark.parametrize(("kind", "devices"), [("tpu", 1), ("xla", 1), ("tpu", 4)])
+@pytest.mark.parametrize(
+    ("kind", "devices", "kv_dtype"), [("tpu", 1, "bfloat16"), ("xla", 1, "bfloat16"), ("tpu", 4, "int8")]
+)
 def test_a_step_updates_the_pool_in_place(
-    target: Target, kind: str, devices: int, tiny_path: Callable[[str], Path]
+    target: Target, kind: str, devices: int, kv_dtype: str, tiny_path: Callable[[str], Path]
 ) -> None:
     """With the kernels, and by XLA alone, as on a generation that they do not know; on several devices they send each
     other two sums in the body of the loop over layers, and one for the embedding."""
-    config, layout, kernels = parts(target, tiny_path, page_size=16)
+    config, layout, kernels = parts(target, tiny_path, 32, kv_dtype)
     assert kernels.name == "tpu"
     kernels = replace(kernels, name=kind)
     sharding = Sharding(config, target.mesh(devices))
     layout = replace(layout, kv_heads=sharding.heads.slots)
     model = abstract_transformer(config, dtype=jnp.bfloat16, layer_loop="scan", sharding=sharding)
-    forward, parameters = jit_forward(model, PAGES, kernels, sharding)
-    pool = jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16, sharding=sharding.pool)
+    scales: Any = jax.ShapeDtypeStruct(scales_shape(layout), jnp.float32, sharding=sharding.kv_scales)
+    scales = scales if is_quantized(kv_dtype) else None
+    forward, parameters = jit_forward(model, PAGES, kernels, sharding, scales)
+    pool = jax.ShapeDtypeStruct(layout.shape, kv_dtype, sharding=sharding.pool)
     next_tokens = jax.ShapeDtypeStruct((9,), jnp.int32)
     pool_size = prod(pool.shape) // devices
+    pool_bytes = pool_size * pool.dtype.itemsize
     for shape in SHAPES:
         arrays = jax.ShapeDtypeStruct((packed_len(shape),), jnp.int32)
         program = target.compile(forward, parameters, pool, next_tokens, arrays, mesh=sharding.mesh, static=(shape,))
         memory = program.memory_analysis()
         assert memory is not None
-        assert memory.alias_size_in_bytes == 2 * pool_size
-        assert memory.temp_size_in_bytes < 2 * pool_size / 8
+        assert memory.alias_size_in_bytes == pool_bytes
+        assert memory.temp_size_in_bytes < pool_bytes / 8
         assert all(prod(sizes) < pool_size / 8 for sizes in copied_shapes(program))
         assert collectives(program) == ({"all-reduce": 3} if devices > 1 else {})
 

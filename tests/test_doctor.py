@@ -12,12 +12,15 @@ from jradix.doctor import report
 
 
 def test_the_report_names_kernels_reasons_pool_and_programs(tiny_text_path: Path) -> None:
-    config = EngineConfig(model_path=str(tiny_text_path), page_size=4, max_total_tokens=64, max_running_requests=2)
+    sizes: dict[str, Any] = {"page_size": 4, "max_total_tokens": 64, "max_running_requests": 2}
+    config = EngineConfig(model_path=str(tiny_text_path), kv_cache_dtype="int8", **sizes)
     facts = dict(line.split("  ", 1) for line in report(config).splitlines())
     facts = {name: fact.strip() for name, fact in facts.items()}
     assert facts["attention"] == "XLA"
     assert "this is a cpu" in facts["because"]
     assert facts["KV pool"].startswith("16 pages of 4 tokens = 64 tokens, ")
+    assert facts["KV pool"].endswith(" in int8")
+    assert facts["weights"].endswith(" in bfloat16")
     assert facts["decode rows"] == "1, 2"
     assert facts["layer loop"] == "scan"
 

@@ -187,7 +187,7 @@ def logits_after(engine: Engine, prompt_ids: Sequence[int]) -> np.ndarray:
         if copies is not None:
             runner.copy_pages(copies)
         forward = runner.compiled_forward(shape)
-        logits, _, _, pool = forward(runner.parameters, runner.pool, runner._next_tokens, arrays)
+        logits, _, _, pool = forward(*runner._state(), arrays)
         runner.replace_pool(pool)
         logits = np.asarray(logits)[row_indices(plan, shape)[0]]
         if plan.rows[0].samples:

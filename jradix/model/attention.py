@@ -1,12 +1,14 @@
 """One layer's attention: store the new keys and values in the pool, then attend over the pages of each row."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jradix.model.quantized_kv import quantize
 from jradix.pallas import ops
-from jradix.pallas.layout import page_size_of
+from jradix.pallas.layout import KEY, VALUE, page_size_of
 from jradix.pallas.ops import XLA, Kernels
 from jradix.pallas.scoring import Scoring
 
@@ -28,6 +30,8 @@ class AttentionInputs:
             counted from the first extend token.
         pages_per_layer: pages of one layer in the pool, the null page included.
         kernels: what computes attention.
+        kv_scales: float32 `[layers, kv_heads, 2, head_dim]`, the keys' and the values'; None unless the pool is
+            quantised.
     """
 
     positions: jax.Array
@@ -37,6 +41,7 @@ class AttentionInputs:
     query_starts: jax.Array
     pages_per_layer: int = field(metadata={"static": True})
     kernels: Kernels = field(default=XLA, metadata={"static": True})
+    kv_scales: jax.Array | None = None
 
     @property
     def extend_rows(self) -> int:
@@ -56,12 +61,22 @@ def paged_attention(
     layer: jax.Array | int,
     scoring: Scoring,
     sinks: jax.Array | None = None,
+    *,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with `q` `[tokens, q_heads, head_dim]` after writing `keys` and `values` `[tokens, kv_heads, head_dim]`.
 
+    All three are float32, rounded here: queries to `dtype`, in which attention is computed, the others to the pool's.
+
     Returns:
-        `[tokens, q_heads, head_dim]` and the updated pool (the argument is donated by the enclosing step).
+        `[tokens, q_heads, head_dim]` of `dtype`, and the updated pool (the argument is donated by the enclosing step).
     """
+    scales = None if inputs.kv_scales is None else inputs.kv_scales[layer]
+    if scales is not None:
+        q *= _each_query_head(scales[:, KEY], q)
+        keys = quantize(keys, scales[:, KEY], pool.dtype)
+        values = quantize(values, scales[:, VALUE], pool.dtype)
+    q, keys, values = q.astype(dtype), keys.astype(pool.dtype), values.astype(pool.dtype)
     first_page = layer * inputs.pages_per_layer
     pages = jnp.where(inputs.write_pages > 0, inputs.write_pages + first_page, -1)  # padding is written nowhere
     pool = ops.write_kv(pool, keys, values, pages, inputs.positions % page_size_of(pool), kernels=inputs.kernels)
@@ -74,4 +89,12 @@ def paged_attention(
     if inputs.extend_rows:
         rows = (page_table[split:], inputs.seq_lens[split:], inputs.query_starts)
         parts.append(ops.extend_attention(q[split:], pool, *rows, scoring, sinks, kernels=inputs.kernels))
-    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), pool
+    out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    if scales is not None:
+        out = (out * _each_query_head(scales[:, VALUE], q)).astype(dtype)
+    return out, pool
+
+
+def _each_query_head(scale: jax.Array, q: jax.Array) -> jax.Array:
+    """`[q_heads, head_dim]` of `[kv_heads, head_dim]`."""
+    return jnp.repeat(scale, q.shape[1] // scale.shape[0], axis=0)

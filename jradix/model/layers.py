@@ -117,10 +117,9 @@ class Attention(nnx.Module):
         q, keys = rotate(q, rope), rotate(keys, rope)
         tokens, kv_heads, group, head_dim = q.shape
         q = q.reshape(tokens, kv_heads * group, head_dim)
-        q, keys, values = (a.astype(x.dtype) for a in (q, keys, values))
         scoring = Scoring(self.scale, self.window, self.soft_cap)
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
-        out, pool = paged_attention(pool, q, keys, values, inputs, layer, scoring, sinks)
+        out, pool = paged_attention(pool, q, keys, values, inputs, layer, scoring, sinks, dtype=x.dtype)
         out = out.reshape(tokens, kv_heads, group, head_dim)
         return linear_of_parts(out, self.o[...], self.o_bias, self.axis), pool
 

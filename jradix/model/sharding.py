@@ -98,6 +98,7 @@ class Sharding:
             the vocabulary.
         replicated: for arrays that every device has.
         pool: for the KV pool, split by head as `layout.KVLayout` has them.
+        kv_scales: for the scales of a pool in 8 bits, `[layers, kv_heads, 2, head_dim]`.
         logits: for arrays `[n, vocab]`.
     """
 
@@ -108,6 +109,7 @@ class Sharding:
         self.splits_vocabulary = config.vocab_size % mesh.size == 0
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.pool = NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS))
+        self.kv_scales = self.pool
         self.logits = self.pool if self.splits_vocabulary else self.replicated
 
     @classmethod

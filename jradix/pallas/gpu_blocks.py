@@ -66,12 +66,14 @@ def _fitting(table: dict[int, Blocks], geometry: Geometry) -> Blocks:
 
 def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
     """Why the kernels do not cover a model on a chip, such as "9.0"; empty if they do."""
-    _, _, head_dim, page_size, dtype = geometry
+    _, _, head_dim, page_size, dtype, _ = geometry
     reasons = []
     if not compute_capability.startswith("9."):
         reasons.append(f"wgmma instructions need compute capability 9, this GPU has {compute_capability or 'none'}")
     if dtype not in ("bfloat16", "float16"):
         reasons.append(f"tensor cores multiply bfloat16 and float16, not {dtype}")
+    if geometry.pool_dtype != dtype:
+        reasons.append(f"tensor cores multiply keys and values as they lie, in {dtype}, not {geometry.pool_dtype}")
     if head_dim % 16 or not 16 <= head_dim <= max(DECODE):
         reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
     if geometry.q_heads % geometry.kv_heads:

@@ -41,10 +41,10 @@ def choose(platform: str, device: str, geometry: Geometry, max_pages: int) -> Ke
         ValueError: a TPU cannot keep pages of this size as they are; whatever read them would copy the whole pool.
     """
     if platform == "tpu":
-        lines = tpu_blocks.tile_lines(geometry.dtype)
+        lines = tpu_blocks.tile_lines(geometry.pool_dtype)
         if geometry.page_size % lines:
             raise ValueError(
-                f"page_size must be a multiple of {lines} on a TPU in {geometry.dtype}, got {geometry.page_size}: "
+                f"page_size must be a multiple of {lines} on a TPU in {geometry.pool_dtype}, got {geometry.page_size}: "
                 "its memory holds so many lines together"
             )
         chip = tpu_blocks.GENERATIONS.get(device, device)
@@ -142,4 +142,5 @@ def decode_attention(
 
 def _geometry(q: jax.Array, pool: jax.Array) -> Geometry:
     _, q_heads, head_dim = q.shape
-    return Geometry(q_heads, layout.kv_heads_of(pool), head_dim, layout.page_size_of(pool), pool.dtype.name)
+    heads = (q_heads, layout.kv_heads_of(pool), head_dim)
+    return Geometry(*heads, layout.page_size_of(pool), q.dtype.name, pool.dtype.name)

@@ -54,7 +54,7 @@ def attend(
 
     Args:
         pool: joined, `[pages, kv_heads, page_size, line]`: keys, then values from the line's middle on. Where a half is
-            longer than head_dim, the keys must be padded with zeros.
+            longer than head_dim, the keys must be padded with zeros. Its numbers are widened to the type of `items.q`.
         page_table: int32 `[rows, max_pages]`, flat page ids; what lies past an item's last query is never looked at.
         scoring, sinks: as in `ops.extend_attention`.
         tile_len: tokens of an item.
@@ -112,7 +112,7 @@ def _kernel(
     sinks_ref,  # [q_heads], SMEM, f32: logits over the exponent
     q_ref,  # [kv_heads, queries, width], VMEM, f32 or bf16: of this item
     table_ref,  # [rows, max_pages], HBM, int32
-    pool_ref,  # [pages, kv_heads, page_size, line], HBM, f32 or bf16
+    pool_ref,  # [pages, kv_heads, page_size, line], HBM, f32, bf16 or 8 bits
     out_ref,  # [kv_heads, queries, width], VMEM, as q
     pages_ref,  # [2, max_pages], SMEM, int32: page table of this item and of the next
     lines_ref,  # [2, kv_heads, block_len, line], VMEM, as pool: this block and the next
@@ -179,7 +179,7 @@ def _kernel(
             def add_heads(mask: _Mask | None) -> None:
                 def add(i: jax.Array, _: None) -> None:
                     heads = pl.ds(i * heads_at_once, heads_at_once)
-                    softmax.add(heads, q_ref[heads], lines_ref[turn, heads], mask)
+                    softmax.add(heads, q_ref[heads], lines_ref[turn, heads].astype(q_ref.dtype), mask)
 
                 jax.lax.fori_loop(0, kv_heads // heads_at_once, add, None)
 
@@ -340,7 +340,7 @@ class _Softmax(NamedTuple):
 
 
 def _dot(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """In f32; a pool of f32 is kept for its digits, of which a TPU's default multiplication takes 8 bits."""
+    """In f32; numbers of f32 are kept for their digits, of which a TPU's default multiplication takes 8 bits."""
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jnp.einsum(letters, a, b, precision=precision, preferred_element_type=jnp.float32)
 

@@ -42,6 +42,8 @@ CHIPS = {
 }
 GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "7x"}
 """By jax's name for the kind of a device."""
+NARROW = ("bfloat16", "int8", "float8_e4m3fn")
+"""What keys and values may be beside the type of the queries, to which the kernel then widens them."""
 BLOCK_LEN = 512
 """Positions of a block, if the bytes above allow: longer ones waste more at the ends of short rows."""
 
@@ -68,7 +70,7 @@ class Blocks:
 def decode_blocks(generation: str, geometry: Geometry) -> Blocks:
     """Blocks for `tpu_decode`, where nothing else counts than that copies never stop."""
     chip = CHIPS[generation]
-    line_bytes = geometry.kv_heads * line_len(geometry.head_dim) * geometry.itemsize
+    line_bytes = geometry.kv_heads * line_len(geometry.head_dim) * geometry.pool_itemsize
     block_len = min(2 * BLOCK_LEN, chip.decode_block_bytes // line_bytes)
     heads = max(h for h in range(1, 9) if geometry.kv_heads % h == 0)  # small matrices: several keep the MXU busy
     return _fitting(Blocks(_pages(block_len, geometry), 1, heads, chip.vmem_bytes, chip.cores), geometry)
@@ -84,11 +86,13 @@ def extend_blocks(generation: str, geometry: Geometry) -> Blocks:
 
 def unsupported(generation: str, geometry: Geometry, max_pages: int) -> list[str]:
     """Why the kernels do not cover a geometry with rows of up to `max_pages` pages; empty if they do."""
-    q_heads, kv_heads, head_dim, page_size, dtype = geometry
+    q_heads, kv_heads, head_dim, page_size, dtype, _ = geometry
     if generation not in CHIPS:
         return [f"no block sizes for {generation}, only for TPU {', '.join(CHIPS)}"]
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return [f"keys and values of {jnp.dtype(dtype)}, not bfloat16 or float32"]
+    if dtype not in ("bfloat16", "float32"):
+        return [f"queries of {dtype}, not bfloat16 or float32"]
+    if geometry.pool_dtype not in (dtype, *NARROW):
+        return [f"keys and values of {geometry.pool_dtype}, not {dtype} or {', '.join(NARROW)}"]
     reasons = []
     if q_heads % kv_heads:
         reasons.append(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
@@ -113,17 +117,18 @@ def tile_lines(dtype: jax.typing.DTypeLike) -> int:
 
 def vmem_bytes(blocks: Blocks, geometry: Geometry) -> int:
     """VMEM that the attention kernel plans to use: what it allocates, and the largest values it computes with."""
-    itemsize, lines = geometry.itemsize, tile_lines(geometry.dtype)
+    itemsize, pool_itemsize, lines = geometry.itemsize, geometry.pool_itemsize, tile_lines(geometry.dtype)
     line = line_len(geometry.head_dim)
     width = max(line // 2, LANES)
     block_len = blocks.pages * geometry.page_size
     queries = _padded(geometry.group * blocks.tile_len, lines)
     a_head = (
         2 * 2 * queries * width * itemsize  # queries and output, while the next come and the last go
-        + 2 * block_len * line * itemsize
+        + 2 * block_len * line * pool_itemsize
         + queries * (2 * LANES + width) * 4  # the softmax so far
     )
-    values = 3 * queries * _padded(block_len, LANES) * 4 + block_len * line * itemsize  # scores, weights; masked lines
+    copies = 1 if pool_itemsize == itemsize else 2  # of the lines: masked ones, and before that widened ones
+    values = 3 * queries * _padded(block_len, LANES) * 4 + copies * block_len * line * itemsize  # with scores, weights
     return geometry.kv_heads * a_head + blocks.heads * values
 
 

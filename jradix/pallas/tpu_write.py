@@ -77,7 +77,7 @@ def _kernel(
     slots_ref,  # [tokens], SMEM, int32: its line in the tile
     lines_ref,  # [chunk, kv_heads, 1, line], VMEM, as pool: of this chunk's tokens
     _,  # the pool before
-    pool_ref,  # [pages, kv_heads, page_size, line], HBM, f32 or bf16
+    pool_ref,  # [pages, kv_heads, page_size, line], HBM, f32, bf16 or 8 bits
     runs_ref,  # [chunk + 1], SMEM, int32: first token of each run of tokens in one tile, then the chunk's end
     buffers_ref,  # [BUFFERS, kv_heads, tile_len, line], VMEM, as pool
     load_sem,  # [BUFFERS] DMA semaphores

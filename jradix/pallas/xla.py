@@ -201,7 +201,7 @@ def _attend_group(tiles: Tiles, pool: jax.Array, scoring: Scoring, sinks: jax.Ar
 
     def gather(block: jax.Array) -> tuple[jax.Array, jax.Array]:
         at = first_page + block * block_pages
-        return read_pages(pool, jax.lax.dynamic_slice_in_dim(page_table, at, block_pages, axis=1), tiles.q.shape[-1])
+        return _read(pool, jax.lax.dynamic_slice_in_dim(page_table, at, block_pages, axis=1), tiles.q)
 
     def add_whole(block: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(block)
@@ -245,13 +245,19 @@ def _add_shared(
 
     def add(block: jax.Array, softmax: Softmax) -> Softmax:
         some = jax.lax.dynamic_slice_in_dim(pages, block * block_pages, block_pages)
-        keys, values = read_pages(pool, some[None], q.shape[-1])
+        keys, values = _read(pool, some[None], q)
         shared = block * block_len + jnp.arange(block_len, dtype=jnp.int32) < num_pages * page_size_of(pool)
         scores = jnp.where(shared, _scores(tall, keys, scoring), MASKED)
         return softmax.add(scores, jnp.where(shared[:, None], values, 0), scoring.exponent)
 
     num_blocks = -(-num_pages // block_pages)
     return Softmax(*map(unfolded, jax.lax.fori_loop(0, num_blocks, add, Softmax(*map(folded, softmax)))))
+
+
+def _read(pool: jax.Array, pages: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of `pages` `[rows, n]` as `read_pages` gives them, typed like `q`."""
+    keys, values = read_pages(pool, pages, q.shape[-1])
+    return keys.astype(q.dtype), values.astype(q.dtype)
 
 
 def _shared_pages(page_table: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -165,10 +165,15 @@ IN_BFLOAT16 = 24.302
 """The perplexity of TEXT with `dtype="bfloat16"` and no quantisation; with float32 it is 24.247."""
 
 
-def test_the_perplexity_of_a_real_model_in_int8_is_within_one_percent(smollm2_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("int8", "auto"), ("auto", "int8"), ("auto", "fp8_e4m3")])
+def test_the_perplexity_of_a_real_model_in_8_bits_is_within_one_percent(
+    quantization: Any, kv_cache_dtype: Any, smollm2_path: Path
+) -> None:
+    """Prompt tokens attend to keys and values as the pool has them."""
     with Engine(
         model_path=str(smollm2_path),
-        quantization="int8",
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         context_length=512,
         max_total_tokens=512,
         max_running_requests=1,

@@ -133,6 +133,25 @@ def make_inputs(case: Case, dtype: Any, seed: int = 0, *, poison: bool = True) -
     )
 
 
+NARROW = {"int8": 24.0, "fp8": 1.0}
+"""Types of 8 bits, and what numbers of about 1 are multiplied with before they are rounded to them."""
+
+
+def narrowed(inputs: Inputs, to: str) -> Inputs:
+    """With a pool of 8 bits, and queries that give scores as large as before; values are `NARROW[to]` times as large.
+
+    What no row owns stays NaN in float8, and becomes the largest number of int8.
+    """
+    factor = NARROW[to]
+    pool = np.asarray(inputs.pool, np.float32) * factor
+    if to == "int8":
+        pool = np.clip(np.rint(np.where(np.isnan(pool), 127, pool)), -127, 127)
+    else:
+        pool = np.clip(pool, -448, 448)
+    dtype = jnp.int8 if to == "int8" else jnp.float8_e4m3fn
+    return replace(inputs, q=inputs.q / factor, pool=jnp.asarray(pool).astype(dtype))
+
+
 def dense_attention(case: Case, inputs: Inputs) -> np.ndarray:
     """What the case must yield: a softmax written out over dense keys, in float64."""
     out = np.zeros(inputs.q.shape)

@@ -15,6 +15,14 @@ def test_every_tpu_generation_has_kernels(kind: str) -> None:
     assert kernels.joined_pages
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_pools_of_8_bits_have_kernels_on_a_tpu_and_pages_of_whole_tiles(kv_dtype: str) -> None:
+    geometry = LLAMA._replace(kv_dtype=kv_dtype)
+    assert choose("tpu", "TPU v5 lite", geometry._replace(page_size=32), max_pages=512).name == "tpu"
+    with pytest.raises(ValueError, match=f"page_size must be a multiple of 32 on a TPU in {kv_dtype}, got 16"):
+        choose("tpu", "TPU v5 lite", geometry, max_pages=512)
+
+
 def test_hopper_has_kernels_and_older_gpus_take_the_xla_path() -> None:
     assert choose("gpu", "9.0", LLAMA, max_pages=512).name == "gpu"
     older = choose("gpu", "8.0", LLAMA, max_pages=512)
@@ -29,6 +37,8 @@ def test_hopper_has_kernels_and_older_gpus_take_the_xla_path() -> None:
         ("tpu", "TPU v6 lite", {"head_dim": 512}, "head_dim 512"),
         ("tpu", "TPU v6 lite", {"dtype": "float16"}, "float16"),
         ("gpu", "9.0", {"dtype": "float32"}, "float32"),
+        ("gpu", "9.0", {"kv_dtype": "int8"}, "in bfloat16, not int8"),
+        ("tpu", "TPU v6 lite", {"kv_dtype": "float16"}, "keys and values of float16"),
         ("gpu", "9.0", {"head_dim": 40}, "head_dim 40"),
         ("gpu", "9.0", {"q_heads": 7, "kv_heads": 2}, "7 query heads"),
         ("tpu", "TPU v6 lite", {"q_heads": 7, "kv_heads": 2}, "7 query heads"),

@@ -24,9 +24,10 @@ LLAMA = Geometry(32, 8, 128, 16, "bfloat16")
 def test_blocks_fit_vmem_with_a_quarter_to_spare(generation: str) -> None:
     chip = CHIPS[generation]
     assert chip.vmem_bytes <= CORE_VMEM[generation] / 2
-    shapes = itertools.product(("bfloat16", "float32"), HEADS, (64, 80, 96, 128, 256), (16, 32, 64, 128, 256))
-    for dtype, (q_heads, kv_heads), head_dim, page_size in shapes:
-        geometry = Geometry(q_heads, kv_heads, head_dim, page_size, dtype)
+    dtypes = (("bfloat16", None), ("float32", None), ("bfloat16", "int8"), ("float32", "float8_e4m3fn"))
+    shapes = itertools.product(dtypes, HEADS, (64, 80, 96, 128, 256), (16, 32, 64, 128, 256))
+    for (dtype, kv_dtype), (q_heads, kv_heads), head_dim, page_size in shapes:
+        geometry = Geometry(q_heads, kv_heads, head_dim, page_size, dtype, kv_dtype)
         assert unsupported(generation, geometry, max_pages=2048) == []
         for blocks in (decode_blocks(generation, geometry), extend_blocks(generation, geometry)):
             assert vmem_bytes(blocks, geometry) <= 0.75 * blocks.vmem_bytes <= 0.75 * chip.vmem_bytes
@@ -41,6 +42,8 @@ def test_what_blocks_take_is_what_the_kernel_allocates() -> None:
     softmax = 8 * 16 * (128 + 128 + 128) * 4
     values = 3 * 16 * 128 * 4 + 16 * 256 * 2
     assert vmem_bytes(blocks, LLAMA) == 4 * queries + 2 * lines + softmax + values
+    widened = 16 * 256 * 2
+    assert vmem_bytes(blocks, LLAMA._replace(kv_dtype="int8")) == 4 * queries + lines + softmax + values + widened
 
 
 def test_blocks_are_as_long_as_copies_take() -> None:

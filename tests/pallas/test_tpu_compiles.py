@@ -32,6 +32,8 @@ ATTENTION = [
     (extend_attention, "v5e", Geometry(*LLAMA, 64, "bfloat16"), ALL),
     (extend_attention, "7x", Geometry(16, 1, 256, 128, "bfloat16"), PLAIN),
     (extend_attention, "v5p", Geometry(4, 4, 96, 16, "float32"), ALL),
+    (decode_attention, "v5e", Geometry(*SMOLLM, 32, "bfloat16", "float8_e4m3fn"), ALL),
+    (extend_attention, "v6e", Geometry(*LLAMA, 64, "bfloat16", "int8"), ALL),
 ]
 
 
@@ -41,7 +43,7 @@ def shapes(*sizes: tuple[int, ...], dtype: Any = jnp.int32) -> list[jax.ShapeDty
 
 def pool_of(geometry: Geometry) -> jax.ShapeDtypeStruct:
     layout = KVLayout(1, PAGES, geometry.page_size, geometry.kv_heads, geometry.head_dim, joined=True)
-    return jax.ShapeDtypeStruct(layout.shape, geometry.dtype)
+    return jax.ShapeDtypeStruct(layout.shape, geometry.pool_dtype)
 
 
 def assert_pool_stays(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> None:
@@ -78,13 +80,15 @@ def test_attention_compiles_and_copies_no_pool(
         ("7x", TOKENS, Geometry(*SMOLLM, 16, "bfloat16")),
         ("v6e", TOKENS, Geometry(4, 4, 80, 8, "float32")),
         ("v5p", DECODE_ROWS, Geometry(16, 1, 256, 256, "bfloat16")),
+        ("v5e", DECODE_ROWS, Geometry(*LLAMA, 64, "bfloat16", "int8")),
+        ("7x", TOKENS, Geometry(*SMOLLM, 32, "bfloat16", "float8_e4m3fn")),
     ],
     ids=str,
 )
 def test_writes_happen_in_place(generation: str, tokens: int, geometry: Geometry) -> None:
     pool = pool_of(geometry)
     line = (tokens, geometry.kv_heads, geometry.head_dim)
-    new = [*shapes(line, line, dtype=geometry.dtype), *shapes((tokens,), (tokens,))]
+    new = [*shapes(line, line, dtype=geometry.pool_dtype), *shapes((tokens,), (tokens,))]
     program = CHIPS[generation].compile(jax.jit(write_tokens, donate_argnums=0), pool, *new)
     assert_pool_stays(program, pool)
     memory, pool_bytes = program.memory_analysis(), prod(pool.shape) * pool.dtype.itemsize

@@ -1,5 +1,6 @@
 """The decode kernel for TPUs, interpreted, on the shared cases."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jradix.pallas.tpu_decode import decode_attention
-from tests.pallas.cases import TOLERANCE, Case, dense_attention, make_inputs
+from tests.pallas.cases import NARROW, TOLERANCE, Case, dense_attention, make_inputs, narrowed
 from tests.pallas.tpu_cases import BLOCKS, DECODE_CASES, bucketed, interpreted, waits_missed
 
 # The extend kernel, which is the same, runs on all of them.
@@ -28,6 +29,19 @@ def test_decode_equals_the_reference_whatever_unowned_slots_hold(case: Case, dty
     want = dense_attention(case, inputs)[: live.sum()]
     np.testing.assert_allclose(np.asarray(got, np.float32)[live], want, atol=TOLERANCE[dtype])
     assert not np.asarray(got)[~live].any(), "padding rows must come out as zeros"
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("int8", jnp.float32), ("fp8", jnp.bfloat16)])
+def test_a_pool_of_8_bits_is_read_as_the_numbers_that_it_holds(to: str, dtype: Any) -> None:
+    case = next(case for case in DECODE_CASES if case.name == "one prefix, soft cap and sinks")
+    case = replace(case, page_size=32)
+    inputs = narrowed(make_inputs(case, dtype), to)
+    got = DECODE(
+        inputs.q, inputs.joined_pool(), inputs.page_table, inputs.seq_lens, scoring=inputs.scoring, sinks=inputs.sinks
+    )
+    assert got.dtype == dtype
+    want = dense_attention(case, inputs) / NARROW[to]
+    np.testing.assert_allclose(np.asarray(got, np.float32) / NARROW[to], want, atol=TOLERANCE[dtype])
 
 
 def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ HEADS, HEAD_DIM = 2, 64
 
 def arrays(page_size: int, pages: list[int], offsets: list[int], dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    keys, values = jnp.asarray(rng.normal(size=(2, len(pages), HEADS, HEAD_DIM)), dtype)
-    pool = jnp.asarray(rng.normal(size=(12, HEADS, page_size, 2 * HEAD_DIM)), dtype)
+    scale = 40 if jnp.dtype(dtype).itemsize == 1 else 1
+    keys, values = jnp.asarray(rng.normal(scale=scale, size=(2, len(pages), HEADS, HEAD_DIM)), dtype)
+    pool = jnp.asarray(rng.normal(scale=scale, size=(12, HEADS, page_size, 2 * HEAD_DIM)), dtype)
     return pool, keys, values, jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
 
 
@@ -40,7 +41,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_write, "CHUNK_BYTES", 32 * HEADS * 2 * HEAD_DIM * 4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn], ids=["f32", "bf16", "int8", "fp8"]
+)
 def test_decode_tokens_and_a_chunk_land_in_their_slots_and_nothing_else_changes(dtype: Any) -> None:
     pages, offsets = chunk(first_page=2, page_size=32, first=11, count=90)
     assert_written(arrays(32, [11, 0, *pages, 9], [31, 0, *offsets, 16], dtype))

@@ -10,11 +10,12 @@ import pytest
 
 from jradix.pallas import xla
 from jradix.pallas.scoring import Scoring
-from tests.pallas.cases import CASES, TOLERANCE, Case, dense_attention, make_inputs
+from tests.pallas.cases import CASES, NARROW, TOLERANCE, Case, dense_attention, make_inputs, narrowed
 
 DECODE_CASES = [case for case in CASES if set(case.new) <= {0, 1}]
 
 
+NARROW_CASES = ("mixed decode and prefill", "window, soft cap and sinks", "decode rows on one prefix")
 EXTEND_RUNS = [(case, jnp.float32) for case in CASES] + [(case, jnp.bfloat16) for case in CASES[::6]]
 
 
@@ -39,6 +40,19 @@ def test_decode_equals_the_reference_whatever_unowned_slots_hold(case: Case, dty
     live = np.asarray(inputs.seq_lens) > 0
     np.testing.assert_allclose(np.asarray(got, np.float32)[live], want[: live.sum()], atol=TOLERANCE[dtype])
     assert not np.asarray(got)[~live].any()
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("int8", jnp.float32), ("fp8", jnp.bfloat16)])
+@pytest.mark.parametrize("name", NARROW_CASES)
+def test_a_pool_of_8_bits_is_read_as_the_numbers_that_it_holds(name: str, to: str, dtype: Any) -> None:
+    case = next(case for case in CASES if case.name == name)
+    inputs = narrowed(make_inputs(case, dtype), to)
+    attend = jax.jit(xla.extend_attention, static_argnames="scoring")
+    got = attend(*inputs.arrays(), scoring=inputs.scoring, sinks=inputs.sinks)
+    assert got.dtype == dtype
+    want = dense_attention(case, inputs) / NARROW[to]
+    np.testing.assert_allclose(np.asarray(got, np.float32) / NARROW[to], want, atol=TOLERANCE[dtype])
+    assert not np.asarray(got)[~inputs.is_query].any()
 
 
 def test_temporaries_do_not_grow_with_the_page_table() -> None:

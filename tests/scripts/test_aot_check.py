@@ -33,6 +33,18 @@ def test_a_model_too_large_for_a_chip_is_compiled_with_fewer_layers(check: Any) 
     assert 15e9 < check.weight_bytes(large.config) < 17e9
 
 
+def test_a_pool_and_weights_of_8_bits_leave_room_for_more_tokens_and_read_fewer_bytes(check: Any) -> None:
+    options: dict[str, Any] = {"model_path": "", "page_size": 64, "context_length": 131_072}
+    wide = check.EngineConfig(**options)
+    narrow = check.EngineConfig(quantization="int8", kv_cache_dtype="int8", **options)
+    pages, more = (
+        check.Plan.of(check.TARGETS["v6e"], "qwen3-0.6b", engine).layout.num_pages for engine in (wide, narrow)
+    )
+    assert 2 * pages < more < 2.2 * pages
+    found, other = (check.estimate("v6e", "llama-3.1-8b", engine).decode_ms for engine in (wide, narrow))
+    assert other == pytest.approx(found / 2, rel=0.01)
+
+
 def test_estimates_are_bytes_over_bandwidth_and_operations_over_peak(check: Any) -> None:
     found = check.estimate("v6e", "llama-3.1-8b")
     weights, kv = 15.0e9, 64 * 1024 * 2 * 32 * 8 * 128 * 2  # without the embedding, which is not read whole

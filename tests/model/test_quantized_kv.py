@@ -72,12 +72,20 @@ def test_attention_is_that_of_the_dequantised_keys_and_values(dtype: Any, soft_c
         Scoring(0.5, None, soft_cap),
     )
     layer = 1
-    stored = [
+    stored_keys, stored_values = (
         quantize(x, scales[layer, :, which], dtype).astype(jnp.float32) * scales[layer, :, which]
         for which, x in ((KEY, keys), (VALUE, values))
-    ]
+    )
     plain, _ = paged_attention(
-        jnp.zeros(shape), q, *stored, AttentionInputs(**inputs), layer, scoring, sinks, dtype=jnp.float32
+        jnp.zeros(shape),
+        q,
+        stored_keys,
+        stored_values,
+        AttentionInputs(**inputs),
+        layer,
+        scoring,
+        sinks,
+        dtype=jnp.float32,
     )
     narrow = AttentionInputs(**inputs, kv_scales=scales)
     found, pool = paged_attention(

@@ -173,7 +173,6 @@ class Core:
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
         self.weights_are_whole = False
         yield self.runner
-        self.runner.calibrate()
         self.weights_are_whole = True
         self.weight_version += 1
 

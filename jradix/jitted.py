@@ -86,16 +86,6 @@ def jit_calibration(model: Transformer, kv_dtype: Any, sharding: Sharding) -> ja
     return jit(function, inputs, sharding.kv_scales)
 
 
-def jit_scales_of_heads(sharding: Sharding) -> jax.stages.Wrapped:
-    """`(kv_scales) -> [layers, kv_heads, 2, head_dim]`: of the model's heads, without copies and padding."""
-    copies = sharding.heads.copies
-
-    def of_heads(kv_scales: jax.Array) -> jax.Array:
-        return kv_scales[:, : sharding.config.kv_heads * copies : copies]
-
-    return jit(of_heads, (sharding.kv_scales,), sharding.replicated)
-
-
 def _on_each_device(function: Callable[..., Any], inputs: Any, outputs: Any, sharding: Sharding) -> Callable[..., Any]:
     specs = jax.tree.map(lambda place: place.spec, (inputs, outputs))
     return jax.shard_map(function, mesh=sharding.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)

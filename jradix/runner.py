@@ -25,7 +25,6 @@ from jradix.jitted import (
     jit_forward,
     jit_prompt_logprobs,
     jit_samples,
-    jit_scales_of_heads,
     packed_logprobs,
     pick,
     sample_and_store,
@@ -148,7 +147,7 @@ class Runner:
         self.parameters = parameters if self.kv_scales is None else parameters[:-1]
         self._calibrate = jit_calibration(model, kv_dtype, sharding)
         self._calibration_ids = calibration_ids(model.config)
-        self._scales_of_heads = jit_scales_of_heads(sharding)
+        self._whole_scales = jit(lambda scales: scales, (sharding.kv_scales,), everywhere)
         self._copy_pages = jit_copies(layout.num_pages, sharding)
         self._sample = jit(
             sample_and_store, (logits, everywhere, everywhere, everywhere), (everywhere, everywhere), donate=1
@@ -177,8 +176,7 @@ class Runner:
         self._samples = jit_samples(self.parameters, self._named, sharding)
         self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
         self._kv_dtype = kv_dtype
-        with self.mirror:  # every process makes a runner, and is not told to calibrate it
-            self._find_scales()
+        self._find_scales()
         self._start_afresh()
 
     @property
@@ -219,15 +217,10 @@ class Runner:
         """Give the parameters, the pool and the counts back; nothing can be launched any more."""
         del self.parameters, self.kv_scales, self._pool, self._next_tokens, self._counts, self._launched
 
-    @mirrored
-    def calibrate(self) -> None:
-        """Find the scales of the pool for the weights as they are, see `kv_calibration`; what it holds is void then."""
-        self._find_scales()
-
     def _find_scales(self) -> None:
+        """Those of the pool for the weights as they are, see `kv_calibration`; what it holds is void then."""
         if self.kv_scales is not None:
-            args = (self.parameters, self._calibration_ids)
-            self.kv_scales = self.programs.launch(("calibration",), self._calibrate, *args)
+            self.kv_scales = self._calibrate(self.parameters, self._calibration_ids)
 
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
@@ -347,8 +340,9 @@ class Runner:
 
     @mirrored
     def replace_parameters(self, replace: Callable[[list[jax.Array], Sharding], None]) -> None:
-        """Let `replace` change the parameters in place."""
+        """Let `replace` change the parameters in place; the scales of the pool are then found anew."""
         replace(self.parameters, self.sharding)
+        self._find_scales()
 
     @mirrored
     def fingerprint(self) -> str:
@@ -370,8 +364,10 @@ class Runner:
         """A checksum of the pool's scales, the same on any mesh where they are the same; None if it has none."""
         if self.kv_scales is None:
             return None
-        each_head = self.programs.launch(("scales of each head",), self._scales_of_heads, self.kv_scales)
-        return f"{crc32(np.asarray(each_head).tobytes()):08x}"
+        scales = self.programs.launch(("whole scales",), self._whole_scales, self.kv_scales)
+        copies = self.sharding.heads.copies
+        each_head = np.asarray(scales)[:, : self.sharding.config.kv_heads * copies : copies]
+        return f"{crc32(each_head.tobytes()):08x}"
 
     def collect(self, step: LaunchedStep) -> Collected:
         """The step's results, waiting for them if need be."""
@@ -420,7 +416,7 @@ class Runner:
         compiled(("write pages",), self._write_pages, self._pool, pages, content)
         compiled(("samples of parameters",), self._samples, self.parameters)
         if self.kv_scales is not None:
-            compiled(("scales of each head",), self._scales_of_heads, self.kv_scales)
+            compiled(("whole scales",), self._whole_scales, self.kv_scales)
         compiled(("no counts",), self._no_counts)
         compiled(("set counts",), self._set_counts, counts, _int32(), _int32(self._vocab_size))
         for rows in self._row_counts():

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jradix.config import EngineConfig
     from jradix.delivery import StepFailedError
     from jradix.engine import Engine
+    from jradix.follower import follow
     from jradix.logit_processor import ProcessorRow
     from jradix.loop import ShutDownError
     from jradix.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ __all__ = [
     "SamplingParams",
     "ShutDownError",
     "StepFailedError",
+    "follow",
 ]
 
 _HOMES = {
@@ -30,6 +32,7 @@ _HOMES = {
     "SamplingParams": "jradix.sampling_params",
     "ShutDownError": "jradix.loop",
     "StepFailedError": "jradix.delivery",
+    "follow": "jradix.follower",
 }
 
 

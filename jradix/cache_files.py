@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -161,9 +162,13 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _checkpointer() -> Any:
-    import orbax.checkpoint  # slow to load, and only of use to who keeps snapshots
+    """For this process alone: Orbax would wait for all processes that jax knows, and those of an engine do not come."""
+    import orbax.checkpoint as ocp  # slow to load, and only of use to who keeps snapshots
 
-    return orbax.checkpoint.PyTreeCheckpointer()
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(here, active_processes={here}, barrier_sync_key_prefix=f"jradix-{here}")
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _snapshots(directory: Path) -> dict[int, Path]:

@@ -165,6 +165,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
     config = _engine_config(arguments)
     from jradix.doctor import report
 
+    _follow(config)
     print(report(config))
 
 
@@ -192,9 +193,18 @@ def _engine_config(arguments: argparse.Namespace, defaults: dict[str, Any] | Non
 
 
 def _load(config: EngineConfig) -> "Engine":
+    """The engine of process 0. Any other process does its part, and exits when that is done."""
     from jradix.engine import Engine
 
+    _follow(config)
     return Engine(config)
+
+
+def _follow(config: EngineConfig) -> None:
+    from jradix.follower import follow
+
+    if follow(config):
+        sys.exit(0)
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,6 +14,7 @@ LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["auto", "int8", "fp8"]
 LayerLoop = Literal["auto", "scan", "unroll"]
+FOUND_BY_JAX = "auto"
 MAX_CHUNK = 32768
 """Prompt tokens of a step: a TPU notes 8 bytes of each in a memory of 1 MiB, and far fewer fill any device."""
 
@@ -43,9 +45,13 @@ class EngineConfig:
         disable_radix_cache: never reuse KV between requests.
         min_copied_tokens: where a cached prefix ends inside a page, the page is copied if at least so many of its
             tokens agree. None: only whole pages are reused.
-        tp_size: devices that share each layer: the first of those that jax has.
+        tp_size: devices that share each layer, over all processes: the first of those that each has.
         dp_size: replicas of the model, each on `tp_size` devices of its own. Limits of requests and of tokens are those
             of each replica.
+        dist_init_addr: "host:port" of process 0, by which several processes run one engine; "auto" lets jax find it,
+            `nnodes` and `node_rank` too, as it does on TPUs, under Slurm and Open MPI. None: one process.
+        nnodes: how many processes run the engine.
+        node_rank: which of them this one is; 0 is the one that requests come to.
         random_seed: of requests that set no seed, and of dummy weights.
         layer_loop: "scan" compiles one layer and loops, "unroll" compiles them all; "auto" unrolls on GPUs and TPU 7x.
         warmup: compile every bucket before the first request, instead of each when it is first needed.
@@ -73,6 +79,9 @@ class EngineConfig:
     min_copied_tokens: int | None = 1
     tp_size: int = 1
     dp_size: int = 1
+    dist_init_addr: str | None = None
+    nnodes: int = 1
+    node_rank: int = 0
     random_seed: int = 0
     layer_loop: LayerLoop = "auto"
     warmup: bool = False
@@ -94,6 +103,8 @@ class EngineConfig:
             ("priority_scheduling_preemption_threshold", 1),
             ("tp_size", 1),
             ("dp_size", 1),
+            ("nnodes", 1),
+            ("node_rank", 0),
             ("random_seed", 0),
         ):
             _require(_is_int(getattr(self, name), limit), self, name, f"an integer of at least {limit}")
@@ -113,6 +124,26 @@ class EngineConfig:
         if self.cache_dir is not None:
             is_path = isinstance(self.cache_dir, str | os.PathLike)
             _require(is_path and not self.disable_radix_cache, self, "cache_dir", "a path, and a cache not disabled")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        address = self.dist_init_addr
+        if address is None:
+            _require(self.nnodes == 1, self, "nnodes", "1 if there is no dist_init_addr")
+        else:
+            is_address = isinstance(address, str) and re.fullmatch(r"\S+:\d{1,5}", address) is not None
+            expected = f'None, "{FOUND_BY_JAX}" or "host:port"'
+            _require(is_address or address == FOUND_BY_JAX, self, "dist_init_addr", expected)
+        _require(self.node_rank < self.nnodes, self, "node_rank", f"less than nnodes ({self.nnodes})")
+        _require(address is None or self.dp_size == 1, self, "dp_size", "1 if there is a dist_init_addr")
+        _require(self.tp_size % self.nnodes == 0, self, "tp_size", f"a multiple of nnodes ({self.nnodes})")
+
+    @classmethod
+    def given(cls, config: "EngineConfig | None", options: dict[str, Any]) -> "EngineConfig":
+        """What a caller gave, who may give either. ValueError for both."""
+        if config is not None and options:
+            raise ValueError("give either an EngineConfig or keyword options, not both")
+        return config or cls.from_kwargs(**options)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import jax
 import numpy.typing as npt
 
 from jradix.batch import build_arrays, build_copies, first_tokens, row_indices, step_shape
@@ -19,7 +18,7 @@ from jradix.cache.snapshot import Restoration, Snapshot
 from jradix.config import EngineConfig, StepShape
 from jradix.output import Output
 from jradix.request import FinishReason, Request, RequestState
-from jradix.runner import Collected, LaunchedStep
+from jradix.runner import Collected, LaunchedStep, Runner
 from jradix.sampling_batch import SamplingInputs, build_mask, build_sampling_inputs
 from jradix.schedule_plan import StepPlan
 from jradix.scheduler import ResultsNeededError, Scheduler
@@ -55,6 +54,7 @@ class Core:
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         self.config, self.runner, self.buckets, self.layout = config, parts.runner, parts.buckets, parts.layout
+        self._processes = parts.processes
         self._context_length, self._vocab_size = parts.context_length, parts.model_config.vocab_size
         self.paused = False
         self.weights_are_whole = True
@@ -159,8 +159,8 @@ class Core:
         self.last_progress = time.perf_counter()
 
     @contextmanager
-    def new_weights(self) -> Iterator[list[jax.Array]]:
-        """Lend the parameters, to be replaced in place, and forget the KV of the old ones, pinned or not.
+    def new_weights(self) -> Iterator[Runner]:
+        """Lend the runner, whose parameters are to be replaced, and forget the KV of the old ones, pinned or not.
 
         Running requests go back to the queue: the KV of what they have produced is computed again. If the block fails,
         the weights may be of both kinds: then no step is launched until another one succeeds.
@@ -172,7 +172,7 @@ class Core:
         self.flush_cache()
         assert self.cache.num_free == self.cache.num_total, "KV of the old weights has stayed in the cache"
         self.weights_are_whole = False
-        yield self.runner.parameters
+        yield self.runner
         self.weights_are_whole = True
         self.weight_version += 1
 
@@ -186,7 +186,7 @@ class Core:
         """Launch the next step if there is one, then collect the one before it.
 
         If the device fails, every live request ends with finish reason "abort" and the error, and the cache starts
-        afresh.
+        afresh. Where there are several processes the error is raised then, and the others end.
         """
         try:
             plan = self._plan()
@@ -288,6 +288,8 @@ class Core:
         self.abandon(list(self.outputs.values()), "the engine was shut down")
         self._in_flight.clear()
         self.runner.close()
+        if self._processes is not None:
+            self._processes.close()
 
     def _plan(self) -> StepPlan | None:
         try:
@@ -300,12 +302,12 @@ class Core:
         shape = step_shape(plan, self.buckets)
         arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self.layout.num_pages)
         copies = build_copies(plan, self.runner.max_copies)
-        forward = self.runner.launch_forward(shape, arrays, copies)
+        self.runner.launch_forward(shape, arrays, copies)
         inputs = build_sampling_inputs(plan, shape, self.runner.max_prompt_logprobs)
         if any(row.samples and row.request.constraint is not None for row in plan.rows):
             self._collect_all()  # which tokens may follow depends on them; the device has the forward pass to do
             inputs.mask = build_mask(plan, shape, self._vocab_size)
-        self._in_flight.append(_InFlight(plan, shape, inputs, self.runner.launch_sampling(forward, inputs)))
+        self._in_flight.append(_InFlight(plan, shape, inputs, self.runner.launch_sampling(inputs)))
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -375,6 +377,9 @@ class Core:
             output.request.finish_reason = FinishReason("abort", message=f"the step failed: {error!r}")
             output.request.change_state(RequestState.FINISHED)
             output.finish(error)
+        if self._processes is not None:  # which have other pools and pages by now, or hang in this step
+            self._processes.fail(error)
+            raise error
         self._start_afresh()
         self.runner.reset()
 

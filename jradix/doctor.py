@@ -8,6 +8,7 @@ import jax
 from jradix import mesh, startup
 from jradix.config import EngineConfig
 from jradix.model.sharding import Sharding
+from jradix.processes import connect, join
 
 VERSIONS = ("jradix", "jax", "jaxlib", "flax", "numpy")
 
@@ -18,7 +19,8 @@ def report(config: EngineConfig) -> str:
     Raises:
         ValueError: as `Engine`.
     """
-    parts, *others = startup.build(config)
+    config = join(config)
+    parts, *others = startup.build(config, connect(config))
     model, layout, buckets, kernels = parts.model_config, parts.layout, parts.buckets, parts.kernels
     dtype = parts.runner.pool.dtype
     sharding = parts.runner.sharding
@@ -30,6 +32,7 @@ def report(config: EngineConfig) -> str:
         "device": mesh.device_description(),
         "devices": f"{sharding.devices} of {len(jax.devices())} share each layer (tp_size)",
         **({"replicas": f"{1 + len(others)}, each with such devices, weights and pool (dp_size)"} if others else {}),
+        **({"processes": config.nnodes} if config.nnodes > 1 else {}),
         "attention": "XLA" if kernels.name == "xla" else f"Pallas kernels for {kernels.name.upper()} {kernels.chip}",
         **({"because": "; ".join(kernels.reasons)} if kernels.reasons else {}),
         "model": f"{model.architecture}, {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
@@ -46,6 +49,8 @@ def report(config: EngineConfig) -> str:
         f"{_list(buckets.mixed_decode_rows)} decode rows",
         "pages a request": _list(buckets.max_pages),
     }
+    if parts.processes is not None:
+        parts.processes.close()
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
 

@@ -21,6 +21,7 @@ from jradix.core import Core, PauseMode
 from jradix.logit_processor import LogitProcessor
 from jradix.loop import ShutDownError
 from jradix.output import Output
+from jradix.processes import connect, join
 from jradix.replicas import Replicas
 from jradix.reports import combined_cache_report, combined_info
 from jradix.request_options import RequestOptions
@@ -44,12 +45,11 @@ class Engine:
         """Load a model. Give an `EngineConfig`, or its fields as keywords.
 
         Raises:
-            ValueError: an option or the model's files are wrong; the message names which.
+            ValueError: an option or the model's files are wrong; the message names which. Or this is not process 0 of
+                several, which alone has an engine.
         """
-        if config is not None and options:
-            raise ValueError("give either an EngineConfig or keyword options, not both")
-        self.config = config or EngineConfig.from_kwargs(**options)
-        each = startup.build(self.config)
+        self.config = _joined(EngineConfig.given(config, options))
+        each = startup.build(self.config, connect(self.config))
         parts = each[0]
         self.tokenizer, self.model_config = parts.tokenizer, parts.model_config
         self.context_length, self.model_files = parts.context_length, parts.model_files
@@ -282,11 +282,11 @@ class Engine:
         ]
         with self.replicas.hold_all() as cores, ExitStack() as updates:
             self.replicas.forget()
-            for replace, parameters in [
+            for replace, runner in [
                 (replace, updates.enter_context(core.new_weights()))
                 for replace, core in zip(sources, cores, strict=True)
             ]:
-                replace(parameters)
+                runner.replace_parameters(replace)
         return self._core.weight_version
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
@@ -367,6 +367,17 @@ class Engine:
             LOG.exception("the prefix cache could not be saved")
         finally:
             self.replicas.close()
+
+
+def _joined(config: EngineConfig) -> EngineConfig:
+    if config.node_rank == 0:
+        config = join(config)
+    if config.node_rank:
+        raise ValueError(
+            f"node_rank must be 0 for an Engine, got {config.node_rank}: call jradix.follow with the same arguments, "
+            "which runs what process 0 runs, and returns True when that is done"
+        )
+    return config
 
 
 def _score(meta: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The functions that a runner compiles, jitted: what each computes, where its arguments lie, what is donated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from jradix.batch import StepArrays
 from jradix.cache.pool import copy_pages
 from jradix.config import StepShape
 from jradix.logprobs import logprobs, prompt_logprobs
+from jradix.model.parameters import Parameter
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import Transformer
 from jradix.pallas.ops import Kernels
@@ -85,6 +86,15 @@ def jit_prompt_logprobs(model: Transformer, block: int, sharding: Sharding) -> j
 
     inputs = ([parameter.sharding for parameter in parameters], everywhere, everywhere, everywhere)
     return jit(run, inputs, everywhere)
+
+
+def jit_samples(parameters: list[jax.Array], named: Sequence[Parameter], sharding: Sharding) -> jax.stages.Wrapped:
+    """`(parameters) -> numbers`: `Parameter.samples` of each, which all devices have then."""
+
+    def samples(parameters: list[jax.Array]) -> list[jax.Array]:
+        return [array[parameter.samples(sharding)] for parameter, array in zip(named, parameters, strict=True)]
+
+    return jit(samples, ([parameter.sharding for parameter in parameters],), sharding.replicated)
 
 
 def sample_and_store(

@@ -1,5 +1,6 @@
 """Logit processors of callers: jax functions from a row's logits to its logits, checked when they are submitted."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,3 +84,19 @@ def check_processor(processor: LogitProcessor, vocab_size: int) -> None:
         jax.eval_shape(partial(apply_processor, processor=processor), rows, next_tokens, packed)
     except Exception as error:
         raise ValueError(f"{name} must be a function that jax can map over rows; it raised {error!r}") from error
+
+
+def check_can_be_sent(processor: LogitProcessor) -> None:
+    """Raises ValueError unless other processes can have the processor too, and know it again when it is sent again."""
+    try:
+        copy = pickle.loads(pickle.dumps(processor))
+    except Exception as error:
+        raise ValueError(
+            f"custom_logit_processor {processor!r} must be what pickle can send to the other processes, such as a "
+            f"function of a module; it raised {error!r}"
+        ) from error
+    if copy != processor:
+        raise ValueError(
+            f"custom_logit_processor {processor!r} must equal its pickled copy, so that the other processes know it "
+            "again: use a function of a module, or define __eq__ and __hash__"
+        )

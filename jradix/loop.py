@@ -1,5 +1,6 @@
 """The thread on which an engine's core runs; other threads send it calls, which it makes between two steps."""
 
+import atexit
 import logging
 import threading
 import weakref
@@ -35,6 +36,7 @@ class Loop:
         self._sending = threading.Lock()
         thread = threading.Thread(target=_run, args=(core, self._calls, self._over), name="jradix", daemon=True)
         self._end = weakref.finalize(self, _end, self._calls, thread)
+        atexit.register(self._end)  # before jax's own end: a finalizer's turn may come after it
         thread.start()
 
     def call[T](self, function: Callable[[], T]) -> T:

@@ -17,16 +17,26 @@ ACCELERATOR_FRACTION = 0.85  # of the device, for weights and pool; the rest is 
 
 
 def tensor_mesh(tp_size: int, devices: Sequence[Device] | None = None) -> Mesh:
-    """The first `tp_size` of the devices, by default of all that jax has, on one axis.
+    """The first of the devices of each process, by default of this one alone: `tp_size` in all, on one axis.
+
+    Each process has equally many, side by side, as `tp_size` is a multiple of their number.
 
     Raises:
         ValueError: there are not so many.
     """
-    devices = jax.devices() if devices is None else devices
-    if tp_size > len(devices):
-        hint = _hint(devices)
-        raise ValueError(f"tp_size must be at most {len(devices)}, the number of devices here, got {tp_size}{hint}")
-    return Mesh(np.array(devices[:tp_size]), (TENSOR_AXIS,))
+    of_process: dict[int, list[Device]] = {}
+    for device in jax.local_devices() if devices is None else devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(tp_size, len(of_process))
+    assert not rest, (tp_size, of_process.keys())
+    fewest = min(map(len, of_process.values()))
+    if share > fewest:
+        limit = f"{fewest * len(of_process)}, the number of devices here"
+        if len(of_process) > 1:
+            limit = f"{fewest * len(of_process)}, as {len(of_process)} processes have at least {fewest} devices each"
+        raise ValueError(f"tp_size must be at most {limit}, got {tp_size}{_hint()}")
+    chosen = [device for rank in sorted(of_process) for device in of_process[rank][:share]]
+    return Mesh(np.array(chosen), (TENSOR_AXIS,))
 
 
 def replica_meshes(dp_size: int, tp_size: int, devices: Sequence[Device] | None = None) -> list[Mesh]:
@@ -37,11 +47,11 @@ def replica_meshes(dp_size: int, tp_size: int, devices: Sequence[Device] | None 
     """
     if dp_size == 1:
         return [tensor_mesh(tp_size, devices)]
-    devices = jax.devices() if devices is None else devices
+    devices = jax.local_devices() if devices is None else devices
     if dp_size * tp_size > len(devices):
         raise ValueError(
             f"dp_size * tp_size must be at most {len(devices)}, the number of devices here, got {dp_size} * {tp_size}"
-            + _hint(devices)
+            + _hint()
         )
     return [tensor_mesh(tp_size, devices[first : first + tp_size]) for first in range(0, dp_size * tp_size, tp_size)]
 
@@ -96,9 +106,9 @@ def device_description() -> str:
     return kind if kind == device.platform else f"{device.platform} ({kind})"
 
 
-def _hint(devices: Sequence[Device]) -> str:
-    """How to have more of them."""
-    is_cpu = all(device.platform == "cpu" for device in devices)
+def _hint() -> str:
+    """How to have more devices."""
+    is_cpu = jax.default_backend() == "cpu"
     return ": set XLA_FLAGS=--xla_force_host_platform_device_count=N to try it out" if is_cpu else ""
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from jradix.mirror import Mirror
+
 type ProgramName = tuple[Any, ...]
 """What a program does, and what is static about it."""
 
@@ -21,13 +23,18 @@ class Programs:
         sealed: no more may be compiled.
     """
 
-    def __init__(self, compiler_options: dict[str, Any]) -> None:
+    def __init__(self, compiler_options: dict[str, Any], mirror: Mirror) -> None:
         self.compiled: dict[ProgramName, jax.stages.Compiled] = {}
+        self._mirror = mirror
         self.compiler_options = compiler_options
         self.sealed = False
 
     def compile(self, name: ProgramName, jitted: jax.stages.Wrapped, *args: Any) -> jax.stages.Compiled:
-        """The program of this name; a new one is compiled for arguments like these, or for their shapes."""
+        """The program of this name; a new one is compiled for arguments like these, or for their shapes.
+
+        Only within a mirrored call: what one of several processes launches alone waits for the others for ever.
+        """
+        assert self._mirror.depth, f"{name} is not compiled and launched by a mirrored call"
         if name not in self.compiled:
             if self.sealed:
                 raise UnplannedCompilationError(f"{' '.join(map(str, name))} was not compiled by the warm-up")

@@ -18,16 +18,27 @@ from jradix import mesh
 from jradix.batch import packed_len
 from jradix.cache.pool import allocate_pool, put_pages, take_pages
 from jradix.config import Buckets, StepShape
-from jradix.jitted import jit, jit_copies, jit_forward, jit_prompt_logprobs, packed_logprobs, pick, sample_and_store
+from jradix.jitted import (
+    jit,
+    jit_copies,
+    jit_forward,
+    jit_prompt_logprobs,
+    jit_samples,
+    packed_logprobs,
+    pick,
+    sample_and_store,
+)
 from jradix.logit_processor import (
     MAX_PROCESSORS,
     LogitProcessor,
     apply_processor,
+    check_can_be_sent,
     check_processor,
     packed_processor_rows,
 )
 from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
 from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs
+from jradix.mirror import Mirror, mirrored
 from jradix.model.parameters import list_parameters
 from jradix.model.quantized import FORMATS
 from jradix.model.sharding import Sharding
@@ -43,7 +54,7 @@ TRANSFER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedForward:
+class _LaunchedForward:
     """A forward pass on its way: f32 logits `[rows, vocab]`, hidden states `[tokens, hidden]`, slots int32 `[rows]`."""
 
     shape: StepShape
@@ -89,17 +100,19 @@ class Runner:
 
     What only some requests ask for is launched between the two, or after them, where a row of the step asks. Each
     feature is a program of its own for each number of rows, compiled when it is first needed. If the buckets have R
-    numbers of rows, and T of tokens among those with prompt tokens, that is at most R * (3 + processors + widths) + 4 +
+    numbers of rows, and T of tokens among those with prompt tokens, that is at most R * (3 + processors + widths) + 5 +
     T + widths more: penalties, biases, mask, each processor and log-probabilities for each of LOGPROB_WIDTHS; counts
-    made and set; pages read and written; hidden states of prompt tokens picked out, and their log-probabilities for
-    each width.
+    made and set; pages read and written; parameters sampled; hidden states of prompt tokens picked out, and their
+    log-probabilities for each width.
 
     On several devices each program runs on all of them. Parameters, pool, logits and counts are split, as `sharding`
-    says; the rest, and so what comes back to the host, every device has.
+    says; the rest, and so what comes back to the host, every device has. Where the devices belong to several processes
+    each has a runner, and all make the same mirrored calls in the same order.
 
     Attributes:
         parameters: the model's, as a flat list.
         sharding: how the model is split over devices.
+        mirror: what tells calls to the runners of other processes.
         programs: all that is compiled.
         max_prompt_logprobs: entries for prompt tokens in `PromptLogprobInputs`: all of a step's.
     """
@@ -115,10 +128,11 @@ class Runner:
         max_slots: int,
         *,
         strict: bool = False,
+        mirror: Mirror | None = None,
     ) -> None:
         everywhere, logits = sharding.replicated, sharding.logits
         counts = logits  # [max_slots + 1, vocab]
-        self.sharding = sharding
+        self.sharding, self.mirror = sharding, mirror or Mirror()
         self._forward, self.parameters = jit_forward(model, layout.num_pages, kernels, sharding)
         self._copy_pages = jit_copies(layout.num_pages, sharding)
         self._sample = jit(
@@ -141,12 +155,13 @@ class Runner:
         block = min(PROMPT_BLOCK, buckets.extend_tokens[-1])
         self.max_prompt_logprobs = -(-buckets.extend_tokens[-1] // block) * block
         self._prompt_logprobs = jit_prompt_logprobs(model, block, sharding)
-        self.programs = Programs(mesh.compiler_options())
+        self.programs = Programs(mesh.compiler_options(), self.mirror)
         self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
         quantized = any(parameter.dtype in FORMATS.values() for parameter in self.parameters)
         self._named = list_parameters(model.config, model.layer_loop, quantized=quantized)
+        self._samples = jit_samples(self.parameters, self._named, sharding)
         self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
-        self.reset()
+        self._start_afresh()
 
     @property
     def num_compiled(self) -> int:
@@ -170,15 +185,21 @@ class Runner:
     def pool_bytes_per_device(self) -> int:
         return _bytes_per_device(self._pool)
 
+    @mirrored
     def reset(self) -> None:
-        """A pool of zeros and no counts: at the start, and after a step that failed with them in its hands."""
+        """Start afresh after a step that failed with the pool and the counts in its hands."""
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """A pool of zeros and no counts."""
+        self._launched: _LaunchedForward | None = None  # until its sampling is launched
         self._pool = allocate_pool(self._layout, self._dtype, self.sharding.pool)
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32, device=self.sharding.replicated)
         self._counts: jax.Array | None = None
 
     def close(self) -> None:
         """Give the parameters, the pool and the counts back; nothing can be launched any more."""
-        del self.parameters, self._pool, self._next_tokens, self._counts
+        del self.parameters, self._pool, self._next_tokens, self._counts, self._launched
 
     def replace_pool(self, pool: jax.Array) -> None:
         """Take another pool of the same shape; the old one is dropped."""
@@ -189,8 +210,9 @@ class Runner:
         """Admit a logit processor; it may come again.
 
         Raises:
-            ValueError: it is not hashable, jax cannot trace it to logits, the engine has MAX_PROCESSORS others, or it
-                comes after the warm-up of a strict runner, which compiles those it knows by then.
+            ValueError: it is not hashable, jax cannot trace it to logits, the engine has MAX_PROCESSORS others, it
+                comes after the warm-up of a strict runner, which compiles those it knows by then, or it cannot be sent
+                to other processes.
         """
         try:
             known = processor in self._processors
@@ -209,14 +231,22 @@ class Runner:
                 "compiled then: give it to Engine.register_processor first"
             )
         check_processor(processor, self._vocab_size)
+        if self.mirror.has_others:
+            check_can_be_sent(processor)
+        self.add_processor(processor)
+
+    @mirrored
+    def add_processor(self, processor: LogitProcessor) -> None:
+        """Admit a logit processor that `register_processor` has checked."""
         logits, everywhere = self.sharding.logits, self.sharding.replicated
         process = partial(apply_processor, processor=processor)
         self._processors[processor] = jit(process, (logits, everywhere, everywhere), logits)
 
+    @mirrored
     def launch_forward(
         self, shape: StepShape, arrays: npt.NDArray[np.int32], copies: npt.NDArray[np.int32] | None = None
-    ) -> LaunchedForward:
-        """Dispatch a forward pass and return at once.
+    ) -> None:
+        """Dispatch a forward pass and return at once; `launch_sampling` comes next.
 
         Args:
             shape: the bucket.
@@ -227,10 +257,13 @@ class Runner:
         if copies is not None:
             self.copy_pages(copies)
         logits, hidden, slots, self._pool = forward(*self._state(), arrays)
-        return LaunchedForward(shape, logits, hidden, slots)
+        self._launched = _LaunchedForward(shape, logits, hidden, slots)
 
-    def launch_sampling(self, forward: LaunchedForward, inputs: SamplingInputs) -> LaunchedStep:
+    @mirrored
+    def launch_sampling(self, inputs: SamplingInputs) -> LaunchedStep:
         """Dispatch the sampling of the last forward pass and all that is asked about it, and return at once."""
+        forward, self._launched = self._launched, None
+        assert forward is not None, "no forward pass has been launched that was not sampled from"
         name = ("sampler", forward.shape.rows, inputs.sampling is None)
         args = (self._adjusted(forward, inputs), self._next_tokens, forward.slots, inputs.sampling)
         tokens, self._next_tokens = self.programs.launch(name, self._sample, *args)
@@ -245,6 +278,7 @@ class Runner:
                 result.copy_to_host_async()
         return step
 
+    @mirrored
     def set_counts(self, tokens: CountedTokens) -> None:
         """Set what penalties know of a slot: the tokens that the host has seen."""
         if self._counts is None:
@@ -253,6 +287,7 @@ class Runner:
         args = (self._counts, np.int32(tokens.slot), counts)
         self._counts = self.programs.launch(("set counts",), self._set_counts, *args)
 
+    @mirrored
     def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
         """Copy pages in all layers, `[2, max_copies]`, see `pool.copy_pages`."""
         self._pool = self.programs.launch(("copy of pages",), self._copy_pages, self._pool, copies)
@@ -263,11 +298,13 @@ class Runner:
         page_bytes = prod(self._content_shape) * jnp.dtype(self._dtype).itemsize
         return max(1, min(self._layout.num_pages - 1, TRANSFER_BYTES // page_bytes))
 
+    @mirrored
     def read_pages(self, pages: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
         """The content of at most `transfer_pages` pages, as `pool.take_pages` has it, after all steps so far."""
         content = self.programs.launch(("read pages",), self._read_pages, self._pool, self._padded(pages))
         return np.asarray(content)[: len(pages)]
 
+    @mirrored
     def write_pages(self, pages: npt.NDArray[np.int32], content: npt.NDArray[Any]) -> None:
         """Give pages, any number, what `read_pages` gave, of any mesh, before all steps launched from now on."""
         for start in range(0, len(pages), self.transfer_pages):
@@ -280,14 +317,20 @@ class Runner:
         padded[: len(values)] = values
         return padded
 
+    @mirrored
+    def replace_parameters(self, replace: Callable[[list[jax.Array], Sharding], None]) -> None:
+        """Let `replace` change the parameters in place."""
+        replace(self.parameters, self.sharding)
+
+    @mirrored
     def fingerprint(self) -> str:
         """A checksum of some numbers of every parameter: it tells other weights, not every change.
 
         The same weights have the same on any mesh and in both layer loops.
         """
         numbers: dict[str, npt.NDArray[Any]] = {}
-        for parameter, array in zip(self._named, self.parameters, strict=True):
-            sampled = np.asarray(array[parameter.samples(self.sharding)])
+        samples = self.programs.launch(("samples of parameters",), self._samples, self.parameters)
+        for parameter, sampled in zip(self._named, map(np.asarray, samples), strict=True):
             numbers |= zip(parameter.layer_names, sampled, strict=True)
         checksum = 0
         for name in sorted(numbers):
@@ -311,6 +354,12 @@ class Runner:
         started = time.perf_counter()
         for shape in progress(self._buckets.shapes()):
             self.compiled_forward(shape)
+        self.compile_others()
+        return time.perf_counter() - started
+
+    @mirrored
+    def compile_others(self) -> None:
+        """Compile what `warm_up` does beside the forward pass."""
         for rows in self._row_counts():
             for sampling in (None, _int32(packed_sampling_rows(), rows)):
                 args = (self._logits(rows), self._next_tokens, _int32(rows), sampling)
@@ -319,8 +368,8 @@ class Runner:
         if self._strict:
             self._compile_features()
             self.programs.sealed = True
-        return time.perf_counter() - started
 
+    @mirrored
     def compiled_forward(self, shape: StepShape) -> jax.stages.Compiled:
         """The program of one bucket."""
         arrays = _int32(packed_len(shape))
@@ -333,6 +382,7 @@ class Runner:
         content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._dtype)
         compiled(("read pages",), self._read_pages, self._pool, pages)
         compiled(("write pages",), self._write_pages, self._pool, pages, content)
+        compiled(("samples of parameters",), self._samples, self.parameters)
         compiled(("no counts",), self._no_counts)
         compiled(("set counts",), self._set_counts, counts, _int32(), _int32(self._vocab_size))
         for rows in self._row_counts():
@@ -353,7 +403,7 @@ class Runner:
             args = (self.parameters, self._hidden(size), _int32(2, size), _int32(size, width))
             compiled(("prompt logprobs", width), self._prompt_logprobs, *args)
 
-    def _adjusted(self, forward: LaunchedForward, inputs: SamplingInputs) -> jax.Array:
+    def _adjusted(self, forward: _LaunchedForward, inputs: SamplingInputs) -> jax.Array:
         """The logits to sample from; those of the model, which log-probabilities are of, stay what they are."""
         logits, rows, launch = forward.logits, forward.shape.rows, self.programs.launch
         if inputs.penalties is not None:
@@ -371,14 +421,14 @@ class Runner:
         return logits
 
     def _sampled_logprobs(
-        self, forward: LaunchedForward, tokens: jax.Array, inputs: SamplingInputs
+        self, forward: _LaunchedForward, tokens: jax.Array, inputs: SamplingInputs
     ) -> jax.Array | None:
         if inputs.given_ids is None:
             return None
         name = ("logprobs", *inputs.given_ids.shape)
         return self.programs.launch(name, self._logprobs, forward.logits, tokens, inputs.given_ids)
 
-    def _prompt_token_logprobs(self, forward: LaunchedForward, inputs: SamplingInputs) -> jax.Array | None:
+    def _prompt_token_logprobs(self, forward: _LaunchedForward, inputs: SamplingInputs) -> jax.Array | None:
         asked = inputs.prompt_logprobs
         if asked is None:
             return None

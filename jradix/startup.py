@@ -2,18 +2,20 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jradix import mesh
 from jradix.cache.pool import pages_that_fit
 from jradix.config import Buckets, EngineConfig
+from jradix.mirror import Mirror
 from jradix.model.array_source import ArraySource
 from jradix.model.checkpoint import Checkpoint, open_checkpoint
 from jradix.model.config import ModelConfig
@@ -31,6 +33,7 @@ from jradix.model.weights import (
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
+from jradix.processes import Processes
 from jradix.runner import Runner, wait_for
 from jradix.tokenizer import Tokenizer, load_tokenizer
 
@@ -54,26 +57,43 @@ class Parts:
     context_length: int
     eos_ids: frozenset[int]
     model_files: Path
+    processes: Processes | None
 
 
-def build(config: EngineConfig) -> list[Parts]:
+def build(config: EngineConfig, processes: Processes | None = None) -> list[Parts]:
     """Load the model and size the pool: the parts of each replica, which differ in the runner alone.
+
+    With several processes each of them does so, and has the same; if one fails the others end.
 
     Raises:
         ValueError: files missing or corrupt, a model jradix does not run, limits that contradict each other, fewer
             devices than `dp_size` times `tp_size`, or too little memory for one page.
     """
+    try:
+        return _build(config, processes)
+    except BaseException as error:
+        if processes is not None:
+            processes.fail(error)
+        raise
+
+
+def _build(config: EngineConfig, processes: Processes | None) -> list[Parts]:
     if config.compilation_cache_dir is not None:
         _keep_compiled_programs_in(config.compilation_cache_dir)
     checkpoint = open_checkpoint(config.model_path, weights=config.load_format != "dummy")
     model_config = ModelConfig.from_hf(checkpoint.config)
-    shardings = [Sharding(model_config, each) for each in mesh.replica_meshes(config.dp_size, config.tp_size)]
+    devices = None
+    if processes is not None:
+        processes.require_same({f"the model's {name}": value for name, value in asdict(model_config).items()})
+        devices = jax.devices()
+    meshes = mesh.replica_meshes(config.dp_size, config.tp_size, devices)
+    shardings = [Sharding(model_config, each) for each in meshes]
     context_length = _context_length(config, model_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
     models = _load_models(config, shardings, checkpoint)
     buckets = Buckets.of(config, context_length)
     kernels = _choose_kernels(config, shardings[0], buckets.max_pages[-1])
-    layout = _size_pool(config, shardings, context_length, joined=kernels.joined_pages)
+    layout = _size_pool(config, shardings, context_length, processes, joined=kernels.joined_pages)
     eos_ids = frozenset(tokenizer.eos_ids if tokenizer is not None else model_config.eos_token_ids)
     runners = [
         Runner(
@@ -85,23 +105,51 @@ def build(config: EngineConfig) -> list[Parts]:
             buckets,
             config.max_running_requests,
             strict=config.strict_compile,
+            mirror=Mirror(processes.tell) if processes is not None and processes.rank == 0 else Mirror(),
         )
         for model, sharding in zip(models, shardings, strict=True)
     ]
-    return [
-        Parts(model_config, tokenizer, runner, kernels, layout, buckets, context_length, eos_ids, checkpoint.path)
-        for runner in runners
-    ]
+    common = model_config, tokenizer
+    sizes = kernels, layout, buckets, context_length, eos_ids
+    return [Parts(*common, runner, *sizes, checkpoint.path, processes) for runner in runners]
 
 
 def weights_to_replace(
     config: EngineConfig, sharding: Sharding, weights: str | os.PathLike[str] | Mapping[str, Any]
-) -> Callable[[list[jax.Array]], None]:
-    """Open other weights of the same model, and give what puts them in the place of a runner's parameters.
+) -> Callable[[list[jax.Array], Sharding], None]:
+    """Check other weights of the same model, and give what puts them in the place of a runner's parameters.
+
+    Where there are several processes it can be pickled: arrays are sent with it, files have to be everywhere.
 
     Raises:
         ValueError: they are not there, or of another model.
     """
+    _open_weights(config, sharding, weights)
+    if config.nnodes > 1 and isinstance(weights, Mapping):
+        weights = {name: np.asarray(array) for name, array in weights.items()}  # those of jax would go to one device
+    return partial(_replace_weights, config=config, weights=weights)
+
+
+def _replace_weights(
+    parameters: list[jax.Array],
+    sharding: Sharding,
+    *,
+    config: EngineConfig,
+    weights: str | os.PathLike[str] | Mapping[str, Any],
+) -> None:
+    replace_parameters(
+        parameters,
+        sharding.config,
+        _open_weights(config, sharding, weights),
+        dtype=DTYPES[config.dtype],
+        layer_loop=layer_loop_of(config),
+        sharding=sharding,
+    )
+
+
+def _open_weights(
+    config: EngineConfig, sharding: Sharding, weights: str | os.PathLike[str] | Mapping[str, Any]
+) -> TensorSource:
     if isinstance(weights, Mapping):
         source: TensorSource = ArraySource(weights, {})
     elif not isinstance(weights, str | os.PathLike):
@@ -111,16 +159,8 @@ def weights_to_replace(
         other = ModelConfig.from_hf(source.config)
         if other != sharding.config:
             raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {sharding.config}")
-    layer_loop = layer_loop_of(config)
-    check_tensors(sharding.config, source, layer_loop)
-    return partial(
-        replace_parameters,
-        config=sharding.config,
-        source=source,
-        dtype=DTYPES[config.dtype],
-        layer_loop=layer_loop,
-        sharding=sharding,
-    )
+    check_tensors(sharding.config, source, layer_loop_of(config))
+    return source
 
 
 def _choose_kernels(config: EngineConfig, sharding: Sharding, max_pages: int) -> Kernels:
@@ -172,7 +212,14 @@ def layer_loop_of(config: EngineConfig) -> LayerLoop:
     return mesh.default_layer_loop() if config.layer_loop == "auto" else config.layer_loop
 
 
-def _size_pool(config: EngineConfig, shardings: Sequence[Sharding], context_length: int, *, joined: bool) -> KVLayout:
+def _size_pool(
+    config: EngineConfig,
+    shardings: Sequence[Sharding],
+    context_length: int,
+    processes: Processes | None,
+    *,
+    joined: bool,
+) -> KVLayout:
     """Of each replica, and so what the fullest of all their devices has room for."""
     sharding = shardings[0]
     one_page = KVLayout(
@@ -190,5 +237,7 @@ def _size_pool(config: EngineConfig, shardings: Sequence[Sharding], context_leng
         page_bytes = one_page.page_bytes(jnp.dtype(DTYPES[config.dtype]).itemsize) // sharding.devices
         devices = [device for each in shardings for device in each.device_list]
         budget = mesh.pool_budget_bytes(config.mem_fraction_static, devices)
+        if processes is not None:
+            budget = processes.agree(budget, min)
         usable = pages_that_fit(page_bytes, budget, config.max_running_requests * pages_per_request)
     return replace(one_page, num_pages=usable + 1)

@@ -33,10 +33,10 @@ def steps(
         arrays = build_arrays(
             plan, shape, scheduler.page_tables, engine.config.page_size, engine._core.layout.num_pages
         )
-        forward = runner.launch_forward(shape, arrays, build_copies(plan, runner.max_copies))
+        runner.launch_forward(shape, arrays, build_copies(plan, runner.max_copies))
         inputs = build_sampling_inputs(plan, shape, runner.max_prompt_logprobs)
         change(inputs, shape.rows)
-        collected = runner.collect(runner.launch_sampling(forward, inputs))
+        collected = runner.collect(runner.launch_sampling(inputs))
         places = row_indices(plan, shape)
         for place, row in zip(places, plan.rows, strict=True):
             if row.samples:

@@ -20,6 +20,9 @@ def config(**options: Any) -> EngineConfig:
         ("max_running_requests", [0, 2.5]),
         ("chunked_prefill_size", [0, -1, None, 32769]),
         ("tp_size", [0, 1.5]),
+        ("dist_init_addr", ["localhost", "localhost:", ":1234", "somewhere", 1234, ""]),
+        ("nnodes", [0, 2, "2"]),  # there is no dist_init_addr
+        ("node_rank", [-1, 1, None]),
         ("random_seed", [-1, None]),
         ("context_length", [0, 1, 1.5]),
         ("max_total_tokens", [0, 15, "many"]),
@@ -36,6 +39,16 @@ def test_a_wrong_option_is_named_with_its_limit(name: str, values: list[Any]) ->
     for value in values:
         with pytest.raises(ValueError, match=f"{name} must be .*got {value!r}"):
             config(**{name: value})
+
+
+def test_several_processes_have_equally_many_devices_and_a_rank_each() -> None:
+    at: dict[str, Any] = {"dist_init_addr": "[::1]:1234", "nnodes": 4, "node_rank": 3}
+    assert config(tp_size=8, **at).node_rank == 3
+    with pytest.raises(ValueError, match=r"tp_size must be a multiple of nnodes \(4\), got 6"):
+        config(tp_size=6, **at)
+    with pytest.raises(ValueError, match=r"node_rank must be less than nnodes \(2\), got 3"):
+        config(tp_size=4, **at | {"nnodes": 2})
+    assert config(tp_size=6, dist_init_addr="auto").nnodes == 1, "jax knows it when it has found the others"
 
 
 def test_unknown_and_missing_options_are_named() -> None:

@@ -100,7 +100,7 @@ def test_an_update_that_breaks_off_stops_the_engine_until_one_succeeds(
 ) -> None:
     before = output_ids(engine, PROMPTS)
 
-    def replace_some(parameters: list) -> None:
+    def replace_some(parameters: list, sharding: object) -> None:
         parameters[0] = parameters[0] * 0
         raise OSError("the disk is gone")
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 STDLIB_AND_NUMPY = sys.stdlib_module_names | {"numpy"}
 USES_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "socket", "starlette", "uvicorn"}
+HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "uvicorn"}
 TEXT = {"jinja2", "tokenizers", "transformers"}
 DEVICE_CALLS = {"jit", "pjit", "pmap", "device_put", "device_get", "block_until_ready", "copy_to_host_async"}
 PLATFORM_QUERIES = {"default_backend", "device_kind", "platform", "platform_dependent"}
@@ -115,6 +115,11 @@ BANS = [
         lambda name: under(name, "jradix.cache", "jradix.scheduler", "jradix.request"),
     ),
     Ban("5: only server/ knows HTTP", lambda name: not under(name, "jradix.server"), lambda name: top(name) in HTTP),
+    Ban(
+        "5: only server/ and processes.py open sockets",
+        lambda name: not under(name, "jradix.server", "jradix.processes"),
+        lambda name: top(name) == "socket",
+    ),
     Ban("5: only tokenizers know text", lambda name: not name.endswith("tokenizer"), lambda name: top(name) in TEXT),
 ]
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ from jradix.config import EngineConfig
 from jradix.sampling_params import SamplingParams
 from jradix.server.engine_process import main
 from jradix.server.generation import Generation, Sample
-from jradix.server.messages import Abandon, Answer, Call, Change, NotReady, Ready, Submit
+from jradix.server.messages import Abandon, Answer, Call, Change, Follows, NotReady, Ready, Submit
 from jradix.tokenizer import Tokenizer, load_tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -58,9 +59,10 @@ class EngineClient:
 
     @classmethod
     def start(cls, config: EngineConfig, log_level: str = "info", engine_main: EngineMain = main) -> "EngineClient":
-        """Start an engine process, and wait until its model is loaded.
+        """Start an engine process, and wait until its model is loaded, or, if it follows another, until it has ended.
 
         Raises:
+            SystemExit: it has followed another; status 0 if that was shut down.
             ValueError: the configuration or the model's files are wrong.
             EngineDeadError: the process ended before it was ready.
         """
@@ -75,6 +77,9 @@ class EngineClient:
             [first] = ours.recv()
             if isinstance(first, NotReady):
                 raise ValueError(first.message)
+            if isinstance(first, Follows):
+                _wait_for(process)
+                sys.exit(1 if process.exitcode else 0)
             return cls(process, ours, first)
         except EOFError:
             process.join(_SECONDS_TO_END)
@@ -206,3 +211,13 @@ class EngineClient:
                     return
         except OSError:
             LOG.debug("the engine process reads no more")
+
+
+def _wait_for(follower: BaseProcess) -> None:
+    """Until it ends. The first signal is passed over: it may have been sent to all processes, and the first of them
+    needs this one for the requests that it lets end."""
+    try:
+        follower.join()
+    except (KeyboardInterrupt, SystemExit):
+        LOG.warning("this process ends when process 0 does; the next signal ends it, and all others, at once")
+        follower.join()

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from jradix.config import EngineConfig
-from jradix.server.messages import NotReady
+from jradix.server.messages import Follows, NotReady
 
 if TYPE_CHECKING:
     from jradix.engine import Engine
@@ -34,10 +34,18 @@ def begin(log_level: str) -> None:
 
 
 def load(config: EngineConfig, connection: Connection) -> "Engine | None":
-    """The engine; None if the configuration is wrong, of which the other end is told."""
+    """The engine. None if the configuration is wrong, or after this process has followed another: the other end is told
+    of either, of the second at its beginning."""
     from jradix.engine import Engine
+    from jradix.follower import follow
+    from jradix.processes import join
 
     try:
+        config = join(config)
+        if config.node_rank:
+            connection.send([Follows()])
+            follow(config)
+            return None
         return Engine(config)
     except ValueError as error:
         connection.send([NotReady(str(error))])

@@ -46,6 +46,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Follows:
+    """The only message of an engine process that follows that of another server, and serves nothing itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The first message of an engine process: the model is loaded.
 

@@ -19,7 +19,7 @@ from jradix import Engine
 from jradix.config import EngineConfig
 from jradix.processes import EXIT_STATUS
 from tests.process_pair import DEVICES_OF_EACH, NUM_PROCESSES, PROMPTS, everything
-from tests.tiny_engine import output_ids, start, write_text_model
+from tests.tiny_engine import output_ids
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_ANSWER, SECONDS_TO_END = 300, 60
@@ -46,8 +46,14 @@ from jradix.mesh import tensor_mesh
 from jradix.processes import connect, join
 rank, address = int(sys.argv[1]), sys.argv[2]
 processes = connect(join(EngineConfig(model_path="", tp_size=4, nnodes=2, node_rank=rank, dist_init_addr=address)))
-mesh = tensor_mesh(4, jax.devices())
-assert [device.process_index for device in mesh.devices] == [0, 0, 1, 1]
+devices = jax.devices()
+mesh = tensor_mesh(4, devices[::2] + devices[1::2])
+assert [device.process_index for device in mesh.devices] == [0, 0, 1, 1], "no two of a process are apart"
+try:
+    tensor_mesh(6, devices)
+    raise AssertionError("there are four")
+except ValueError as error:
+    assert "tp_size must be at most 4, as 2 processes have at least 2 devices each, got 6" in str(error)
 spec = jax.sharding.PartitionSpec
 sums = jax.jit(jax.numpy.sum, out_shardings=jax.sharding.NamedSharding(mesh, spec()))
 numbers = jax.numpy.ones(8, device=jax.sharding.NamedSharding(mesh, spec("tensor")))
@@ -127,17 +133,12 @@ def start_pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
 
 
 def test_two_processes_answer_like_one_until_the_second_is_killed(
-    start_pair: Callable[..., Pair], tmp_path: Path, tiny_path: Callable[[str], Path]
+    start_pair: Callable[..., Pair], tmp_path: Path, tiny_text_path: Path, tiny_engine: Engine
 ) -> None:
-    """Cold, cached, retracted, with all that a request may ask for, under other weights, without a cache.
-
-    The model has experts, windows, and fewer KV heads than there are devices.
-    """
-    (tmp_path / "model").mkdir()
-    write_text_model(tiny_path("gpt_oss"), tmp_path / "model")
+    """Cold, cached, retracted, with all that a request may ask for, under other weights, without a cache."""
+    (tmp_path / "model").symlink_to(tiny_text_path)
     pair = start_pair("-m", "tests.process_pair")
-    with start(tmp_path / "model", skip_tokenizer_init=False) as one:
-        expected, wanted = output_ids(one, PROMPTS), everything(one)
+    expected, wanted = output_ids(tiny_engine, PROMPTS), everything(tiny_engine)
     found = pair.found()
     cached, disabled = found["cached"], found["disabled"]
     assert cached["cold"] == cached["cached"] == cached["of old weights"] == expected

@@ -242,7 +242,7 @@ def test_new_weights_reach_all_replicas_or_all_stand_still(
     other = {name: np.asarray(checkpoint.read(name), np.float32)[..., ::-1] for name in checkpoint.names()}
     done: list[int] = []
 
-    def replace_one(parameters: list[jax.Array]) -> None:
+    def replace_one(parameters: list[jax.Array], sharding: object) -> None:
         if done:
             raise OSError("the disk is gone")
         done.append(1)

@@ -106,7 +106,7 @@ def test_a_strict_warm_up_compiles_every_feature_and_no_more_programs_than_the_r
     shapes = warm_engine._core.buckets.shapes()
     rows, tokens = {shape.rows for shape in shapes}, {shape.tokens for shape in shapes if shape.extend_tokens}
     plain = len(shapes) + 2 * len(rows) + 1
-    features = len(rows) * (3 + 1 + len(LOGPROB_WIDTHS)) + 4 + len(tokens) + len(LOGPROB_WIDTHS)
+    features = len(rows) * (3 + 1 + len(LOGPROB_WIDTHS)) + 5 + len(tokens) + len(LOGPROB_WIDTHS)
     assert warm_engine.runner.num_compiled == plain + features
 
     asks: list[dict[str, Any]] = [

@@ -231,6 +231,10 @@ class Buckets:
         ]
         return decode + extend
 
+    def row_counts(self) -> list[int]:
+        """Every number of rows that a shape has, each once."""
+        return sorted({shape.rows for shape in self.shapes()})
+
 
 def _geometric(first: int, last: int, ratio: int) -> tuple[int, ...]:
     """`last`, and the powers of `ratio` times `first` below it."""

@@ -303,7 +303,7 @@ class Core:
         arrays = build_arrays(plan, shape, self.scheduler.page_tables, self.config.page_size, self.layout.num_pages)
         copies = build_copies(plan, self.runner.max_copies)
         self.runner.launch_forward(shape, arrays, copies)
-        inputs = build_sampling_inputs(plan, shape, self.runner.max_prompt_logprobs)
+        inputs = build_sampling_inputs(plan, shape, self.runner.features.max_prompt_logprobs)
         if any(row.samples and row.request.constraint is not None for row in plan.rows):
             self._collect_all()  # which tokens may follow depends on them; the device has the forward pass to do
             inputs.mask = build_mask(plan, shape, self._vocab_size)

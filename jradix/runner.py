@@ -18,27 +18,20 @@ from jradix import mesh
 from jradix.batch import packed_len
 from jradix.cache.pool import allocate_pool, put_pages, take_pages
 from jradix.config import Buckets, StepShape
+from jradix.features import Features
 from jradix.jitted import (
     jit,
     jit_calibration,
     jit_copies,
     jit_forward,
-    jit_prompt_logprobs,
     jit_samples,
-    packed_logprobs,
-    pick,
     sample_and_store,
 )
 from jradix.logit_processor import (
-    MAX_PROCESSORS,
     LogitProcessor,
-    apply_processor,
     check_can_be_sent,
-    check_processor,
-    packed_processor_rows,
 )
-from jradix.logits import add_bias, apply_mask, mask_words, penalize, set_counts, token_counts
-from jradix.logprobs import LOGPROB_WIDTHS, PROMPT_BLOCK, Logprobs
+from jradix.logprobs import Logprobs
 from jradix.mirror import Mirror, mirrored
 from jradix.model.kv_calibration import calibration_ids, scales_shape
 from jradix.model.parameters import list_parameters
@@ -49,8 +42,7 @@ from jradix.model.transformer import Transformer
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
 from jradix.programs import Programs
-from jradix.sampling_batch import CountedTokens, SamplingInputs, packed_sampling_rows
-from jradix.sampling_params import MAX_BIASES
+from jradix.sampling_batch import SamplingInputs, packed_sampling_rows
 
 TRANSFER_BYTES = 64 << 20
 """The most that one launch moves between pool and host, unless a page is larger: so that steps go on."""
@@ -93,7 +85,7 @@ class Collected(NamedTuple):
 
 
 class Runner:
-    """Owns the parameters, the KV pool, the vector of next tokens, penalty counts, and the compiled programs over them.
+    """Owns the parameters, the KV pool, the vector of next tokens, and the compiled programs over them.
 
     A step is two launches: the forward pass, one program for each `StepShape`, and the sampler, one for each number of
     rows and kind (greedy or not). So the two multiply nothing: shapes x samplers would be several times as many
@@ -101,12 +93,8 @@ class Runner:
     `next_tokens[slot]`, `[max_slots + 1]` int32, and the next forward pass reads them there, so the host may launch a
     step before it has seen the last one's tokens.
 
-    What only some requests ask for is launched between the two, or after them, where a row of the step asks. Each
-    feature is a program of its own for each number of rows, compiled when it is first needed. If the buckets have R
-    numbers of rows, and T of tokens among those with prompt tokens, that is at most R * (3 + processors + widths) + 5 +
-    T + widths more: penalties, biases, mask, each processor and log-probabilities for each of LOGPROB_WIDTHS; counts
-    made and set; pages read and written; parameters sampled; hidden states of prompt tokens picked out, and their
-    log-probabilities for each width.
+    What only some requests ask for is launched between the two, or after them, where a row of the step asks: see
+    `Features`. Four programs more read and write pages, and look at parameters and at the scales of an 8-bit pool.
 
     On several devices each program runs on all of them. Parameters, pool, logits and counts are split, as `sharding`
     says; the rest, and so what comes back to the host, every device has. Where the devices belong to several processes
@@ -118,7 +106,7 @@ class Runner:
         sharding: how the model is split over devices.
         mirror: what tells calls to the runners of other processes.
         programs: all that is compiled.
-        max_prompt_logprobs: entries for prompt tokens in `PromptLogprobInputs`: all of a step's.
+        features: what is launched for the requests that ask for it.
     """
 
     def __init__(
@@ -137,7 +125,6 @@ class Runner:
     ) -> None:
         """dtype: of what the model computes. kv_dtype: of the pool; None if it is the same."""
         everywhere, logits = sharding.replicated, sharding.logits
-        counts = logits  # [max_slots + 1, vocab]
         self.sharding, self.mirror = sharding, mirror or Mirror()
         kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
         self.kv_scales: jax.Array | None = None
@@ -157,25 +144,13 @@ class Runner:
         write = partial(put_pages, layout=layout, copies=sharding.heads.copies)
         self._read_pages = jit(read, (sharding.pool, everywhere), everywhere)
         self._write_pages = jit(write, (sharding.pool, everywhere, everywhere), sharding.pool, donate=0)
-        self._counts_shape = _int32(max_slots + 1, model.config.vocab_size)
-        self._no_counts = jit(partial(jnp.zeros, self._counts_shape.shape, jnp.int32), (), counts)
-        self._set_counts = jit(set_counts, (counts, everywhere, everywhere), counts, donate=0)
-        self._penalize = jit(penalize, (logits, counts, everywhere, everywhere), (logits, counts), donate=1)
-        self._add_bias = jit(add_bias, (logits, everywhere), logits)
-        self._apply_mask = jit(apply_mask, (logits, everywhere), logits)
-        self._processors: dict[LogitProcessor, jax.stages.Wrapped] = {}
-        self._logprobs = jit(packed_logprobs, (logits, everywhere, everywhere), everywhere)
-        self._pick = jit(pick, (everywhere, everywhere), everywhere)
-        block = min(PROMPT_BLOCK, buckets.extend_tokens[-1])
-        self.max_prompt_logprobs = -(-buckets.extend_tokens[-1] // block) * block
-        self._prompt_logprobs = jit_prompt_logprobs(model, block, sharding)
         self.programs = Programs(mesh.compiler_options(), self.mirror)
-        self._layout, self._dtype, self._buckets, self._max_slots = layout, dtype, buckets, max_slots
+        self.features = Features(model, sharding, self.programs, dtype, buckets, max_slots)
+        self._layout, self._buckets, self._max_slots = layout, buckets, max_slots
         quantized = any(parameter.dtype in FORMATS.values() for parameter in self.parameters)
         self._named = list_parameters(model.config, model.layer_loop, quantized=quantized)
         self._samples = jit_samples(self.parameters, self._named, sharding)
-        self._strict, self._vocab_size, self._hidden_size = strict, model.config.vocab_size, model.config.hidden_size
-        self._kv_dtype = kv_dtype
+        self._strict, self._kv_dtype = strict, kv_dtype
         self._find_scales()
         self._start_afresh()
 
@@ -211,11 +186,12 @@ class Runner:
         self._launched: _LaunchedForward | None = None  # until its sampling is launched
         self._pool = allocate_pool(self._layout, self._kv_dtype, self.sharding.pool)
         self._next_tokens = jnp.zeros(self._max_slots + 1, jnp.int32, device=self.sharding.replicated)
-        self._counts: jax.Array | None = None
+        self.features.forget_counts()
 
     def close(self) -> None:
         """Give the parameters, the pool and the counts back; nothing can be launched any more."""
-        del self.parameters, self.kv_scales, self._pool, self._next_tokens, self._counts, self._launched
+        del self.parameters, self.kv_scales, self._pool, self._next_tokens, self._launched
+        self.features.forget_counts()
 
     def _find_scales(self) -> None:
         """Those of the pool for the weights as they are, see `kv_calibration`; what it holds is void then."""
@@ -231,37 +207,17 @@ class Runner:
         """Admit a logit processor; it may come again.
 
         Raises:
-            ValueError: it is not hashable, jax cannot trace it to logits, the engine has MAX_PROCESSORS others, it
-                comes after the warm-up of a strict runner, which compiles those it knows by then, or it cannot be sent
-                to other processes.
+            ValueError: as `Features.is_new`, or it cannot be sent to other processes.
         """
-        try:
-            known = processor in self._processors
-        except TypeError as error:
-            raise ValueError(f"custom_logit_processor must be hashable, got {processor!r}") from error
-        if known:
-            return
-        if len(self._processors) == MAX_PROCESSORS:
-            raise ValueError(
-                f"an engine compiles at most {MAX_PROCESSORS} different functions for custom_logit_processor, and has "
-                "them: pass one of them again, and what differs between requests as custom_params"
-            )
-        if self.programs.sealed:
-            raise ValueError(
-                f"custom_logit_processor {processor!r} came after the warm-up, and with strict_compile nothing is "
-                "compiled then: give it to Engine.register_processor first"
-            )
-        check_processor(processor, self._vocab_size)
-        if self.mirror.has_others:
-            check_can_be_sent(processor)
-        self.add_processor(processor)
+        if self.features.is_new(processor):
+            if self.mirror.has_others:
+                check_can_be_sent(processor)
+            self.add_processor(processor)
 
     @mirrored
     def add_processor(self, processor: LogitProcessor) -> None:
         """Admit a logit processor that `register_processor` has checked."""
-        logits, everywhere = self.sharding.logits, self.sharding.replicated
-        process = partial(apply_processor, processor=processor)
-        self._processors[processor] = jit(process, (logits, everywhere, everywhere), logits)
+        self.features.add_processor(processor)
 
     @mirrored
     def launch_forward(
@@ -286,27 +242,19 @@ class Runner:
         forward, self._launched = self._launched, None
         assert forward is not None, "no forward pass has been launched that was not sampled from"
         name = ("sampler", forward.shape.rows, inputs.sampling is None)
-        args = (self._adjusted(forward, inputs), self._next_tokens, forward.slots, inputs.sampling)
+        adjusted = self.features.adjust(forward.logits, self._next_tokens, inputs)
+        args = (adjusted, self._next_tokens, forward.slots, inputs.sampling)
         tokens, self._next_tokens = self.programs.launch(name, self._sample, *args)
         step = LaunchedStep(
             tokens,
-            self._sampled_logprobs(forward, tokens, inputs),
-            self._prompt_token_logprobs(forward, inputs),
+            self.features.sampled_logprobs(forward.logits, tokens, inputs.given_ids),
+            self.features.prompt_logprobs(self.parameters, forward.hidden, inputs.prompt_logprobs),
             forward.hidden if inputs.hidden_states else None,
         )
         for result in (step.tokens, step.logprobs, step.prompt_logprobs, step.hidden):
             if result is not None:
                 result.copy_to_host_async()
         return step
-
-    @mirrored
-    def set_counts(self, tokens: CountedTokens) -> None:
-        """Set what penalties know of a slot: the tokens that the host has seen."""
-        if self._counts is None:
-            self._counts = self.programs.launch(("no counts",), self._no_counts)
-        counts = token_counts(tokens.prompt_ids, tokens.output_ids, self._vocab_size)
-        args = (self._counts, np.int32(tokens.slot), counts)
-        self._counts = self.programs.launch(("set counts",), self._set_counts, *args)
 
     @mirrored
     def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
@@ -392,13 +340,14 @@ class Runner:
     @mirrored
     def compile_others(self) -> None:
         """Compile what `warm_up` does beside the forward pass."""
-        for rows in self._row_counts():
+        for rows in self._buckets.row_counts():
             for sampling in (None, _int32(packed_sampling_rows(), rows)):
-                args = (self._logits(rows), self._next_tokens, _int32(rows), sampling)
+                args = (self.features.logits(rows), self._next_tokens, _int32(rows), sampling)
                 self.programs.compile(("sampler", rows, sampling is None), self._sample, *args)
         self.programs.compile(("copy of pages",), self._copy_pages, self._pool, _int32(2, self.max_copies))
         if self._strict:
-            self._compile_features()
+            self._compile_transfers()
+            self.features.compile(self.parameters, self._next_tokens)
             self.programs.sealed = True
 
     @mirrored
@@ -407,83 +356,19 @@ class Runner:
         arrays = _int32(packed_len(shape))
         return self.programs.compile(("forward", shape), self._forward, *self._state(), arrays, shape)
 
-    def _compile_features(self) -> None:
-        """Whatever a request may ask for: the names and shapes that the methods below launch."""
-        compiled, counts = self.programs.compile, self._counts_shape
-        pages = _int32(self.transfer_pages)
+    def _compile_transfers(self) -> None:
+        """What reads and writes pages, and looks at parameters and scales."""
+        compiled, pages = self.programs.compile, _int32(self.transfer_pages)
         content = jax.ShapeDtypeStruct((self.transfer_pages, *self._content_shape), self._kv_dtype)
         compiled(("read pages",), self._read_pages, self._pool, pages)
         compiled(("write pages",), self._write_pages, self._pool, pages, content)
         compiled(("samples of parameters",), self._samples, self.parameters)
         if self.kv_scales is not None:
             compiled(("whole scales",), self._whole_scales, self.kv_scales)
-        compiled(("no counts",), self._no_counts)
-        compiled(("set counts",), self._set_counts, counts, _int32(), _int32(self._vocab_size))
-        for rows in self._row_counts():
-            logits = self._logits(rows)
-            words = jax.ShapeDtypeStruct((rows, mask_words(self._vocab_size)), jnp.uint32)
-            compiled(("penalties", rows), self._penalize, logits, counts, self._next_tokens, _int32(5, rows))
-            compiled(("biases", rows), self._add_bias, logits, _int32(2, rows, MAX_BIASES))
-            compiled(("mask", rows), self._apply_mask, logits, words)
-            for processor, jitted in self._processors.items():
-                packed = _int32(packed_processor_rows(), rows)
-                compiled(("processor", processor, rows), jitted, logits, self._next_tokens, packed)
-            for width in LOGPROB_WIDTHS:
-                compiled(("logprobs", rows, width), self._logprobs, logits, _int32(rows), _int32(rows, width))
-        size = self.max_prompt_logprobs
-        for tokens in sorted({shape.tokens for shape in self._buckets.shapes() if shape.extend_tokens}):
-            compiled(("prompt tokens", tokens), self._pick, self._hidden(tokens), _int32(2, size))
-        for width in LOGPROB_WIDTHS:
-            args = (self.parameters, self._hidden(size), _int32(2, size), _int32(size, width))
-            compiled(("prompt logprobs", width), self._prompt_logprobs, *args)
-
-    def _adjusted(self, forward: _LaunchedForward, inputs: SamplingInputs) -> jax.Array:
-        """The logits to sample from; those of the model, which log-probabilities are of, stay what they are."""
-        logits, rows, launch = forward.logits, forward.shape.rows, self.programs.launch
-        if inputs.penalties is not None:
-            for tokens in inputs.penalties.counted:
-                self.set_counts(tokens)
-            args = (logits, self._counts, self._next_tokens, inputs.penalties.packed)
-            logits, self._counts = launch(("penalties", rows), self._penalize, *args)
-        if inputs.bias is not None:
-            logits = launch(("biases", rows), self._add_bias, logits, inputs.bias)
-        for processor, packed in inputs.processors:
-            jitted = self._processors[processor]
-            logits = launch(("processor", processor, rows), jitted, logits, self._next_tokens, packed)
-        if inputs.mask is not None:
-            logits = launch(("mask", rows), self._apply_mask, logits, inputs.mask)
-        return logits
-
-    def _sampled_logprobs(
-        self, forward: _LaunchedForward, tokens: jax.Array, inputs: SamplingInputs
-    ) -> jax.Array | None:
-        if inputs.given_ids is None:
-            return None
-        name = ("logprobs", *inputs.given_ids.shape)
-        return self.programs.launch(name, self._logprobs, forward.logits, tokens, inputs.given_ids)
-
-    def _prompt_token_logprobs(self, forward: _LaunchedForward, inputs: SamplingInputs) -> jax.Array | None:
-        asked = inputs.prompt_logprobs
-        if asked is None:
-            return None
-        picker = ("prompt tokens", forward.shape.tokens)
-        hidden = self.programs.launch(picker, self._pick, forward.hidden, asked.tokens)
-        name = ("prompt logprobs", asked.given_ids.shape[1])
-        args = (self.parameters, hidden, asked.tokens, asked.given_ids)
-        return self.programs.launch(name, self._prompt_logprobs, *args)
 
     def _state(self) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         parameters = self.parameters if self.kv_scales is None else [*self.parameters, self.kv_scales]
         return parameters, self._pool, self._next_tokens
-
-    def _row_counts(self) -> list[int]:
-        return sorted({shape.rows for shape in self._buckets.shapes()})
-
-    def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
-
-    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((tokens, self._hidden_size), self._dtype)
 
 
 def wait_for(model: Transformer) -> None:

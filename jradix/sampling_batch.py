@@ -96,7 +96,7 @@ def build_sampling_inputs(plan: StepPlan, shape: StepShape, max_prompt_logprobs:
     """All of it for one step, but for the mask.
 
     Args:
-        max_prompt_logprobs: of the runner.
+        max_prompt_logprobs: of `Features`.
     """
     every = list(zip(row_indices(plan, shape), plan.rows, strict=True))
     rows = [(index, row) for index, row in every if row.samples]

@@ -34,7 +34,7 @@ def steps(
             plan, shape, scheduler.page_tables, engine.config.page_size, engine._core.layout.num_pages
         )
         runner.launch_forward(shape, arrays, build_copies(plan, runner.max_copies))
-        inputs = build_sampling_inputs(plan, shape, runner.max_prompt_logprobs)
+        inputs = build_sampling_inputs(plan, shape, runner.features.max_prompt_logprobs)
         change(inputs, shape.rows)
         collected = runner.collect(runner.launch_sampling(inputs))
         places = row_indices(plan, shape)

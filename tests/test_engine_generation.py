@@ -266,12 +266,12 @@ def test_a_processor_that_leaves_a_grammar_nothing_spoils_nobodys_output(tiny_en
 
 
 def test_an_engine_takes_only_so_many_processors(tiny_engine: Engine) -> None:
-    known = dict(tiny_engine.runner._processors)
+    known = dict(tiny_engine.runner.features.processors)
     many = [greedy(1, custom_logit_processor=lambda logits, row, by=by: logits + by) for by in range(9)]
     with pytest.raises(ValueError, match="at most 8 different functions"):
         tiny_engine.generate(input_ids=PROMPTS[:9], sampling_params=many)
-    tiny_engine.runner._processors.clear()
-    tiny_engine.runner._processors.update(known)
+    tiny_engine.runner.features.processors.clear()
+    tiny_engine.runner.features.processors.update(known)
 
 
 def test_after_all_that_plain_requests_launch_two_programs_a_step_and_compile_nothing(

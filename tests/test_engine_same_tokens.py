@@ -213,7 +213,7 @@ def test_logits_that_are_no_numbers_harm_no_neighbour_and_leave_grammars_as_they
                 assert results[0]["meta_info"]["finish_reason"]["type"] in ("length", "stop")
             rows = [results[index]["output_ids"] for index in (0, 3)]
             assert found.setdefault((number, regex), rows) == rows
-    tiny_engine.runner._processors.clear()
+    tiny_engine.runner.features.processors.clear()
 
 
 def test_tokens_are_the_same_behind_requests_that_ended_on_stops(

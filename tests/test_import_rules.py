@@ -149,7 +149,7 @@ def device_violations(module: Module) -> Iterator[str]:
     allowed: set[str] = set()
     if module.name == "jradix.runner":
         allowed = DEVICE_CALLS
-    elif module.name == "jradix.jitted":
+    elif module.name in {"jradix.jitted", "jradix.features"}:
         allowed = {"jit"}  # what the runner compiles
     elif module.name == "jradix.mesh" or module.name.startswith("jradix.model.weights"):
         allowed = {"device_put", "block_until_ready"}  # weights go to their devices shard by shard

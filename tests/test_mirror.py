@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jradix.features import Features
 from jradix.mirror import Mirror, MirroredCall, mirrored
 from jradix.runner import Runner
 from tests.tiny_engine import start
 
 LAUNCHES = {"launch", "compile"}
 """Methods of `Programs` that run or make programs."""
-ON_DEVICES = {"_pool", "_next_tokens", "_counts", "parameters"}
+HARMLESS_FEATURES = {"is_new", "logits"}
+"""Methods of `Features` that launch and change nothing; the others do."""
+ON_DEVICES = {"_pool", "_next_tokens", "parameters"}
 """What programs work on, and donate."""
 OF_THIS_PROCESS = {"__init__", "close", "replace_pool"}
 """May change it without a word to others: at the beginning, at the end, and in tests."""
@@ -74,6 +77,9 @@ def device_work(method: ast.FunctionDef) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Attribute(attr="programs"), attr=name) if name in LAUNCHES:
                 yield name
+            case ast.Attribute(value=ast.Attribute(attr="features"), attr=name):
+                if name in methods(Features).keys() - HARMLESS_FEATURES:
+                    yield name
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store() | ast.Del()):
                 if name in ON_DEVICES:
                     yield name
@@ -107,7 +113,7 @@ def unmirrored_work(cls: type) -> dict[str, list[str]]:
 def test_every_method_of_the_runner_that_launches_is_mirrored() -> None:
     assert unmirrored_work(Runner) == {}
     told = {name for name, method in methods(Runner).items() if is_mirrored(method)}
-    assert {"launch_forward", "launch_sampling", "set_counts", "copy_pages", "write_pages", "reset"} < told
+    assert {"launch_forward", "launch_sampling", "add_processor", "copy_pages", "write_pages", "reset"} < told
 
 
 def test_a_launching_method_that_is_not_mirrored_is_found() -> None:
@@ -119,12 +125,13 @@ def test_a_launching_method_that_is_not_mirrored_is_found() -> None:
             self._first_page()
 
         def forget(self) -> None:
-            self._counts = None
+            self._pool = None
+            self.features.forget_counts()
 
         def look(self) -> int:
             return self.pool.size
 
-    assert unmirrored_work(Careless) == {"show": ["launch"], "forget": ["_counts"]}
+    assert unmirrored_work(Careless) == {"show": ["launch"], "forget": ["_pool", "forget_counts"]}
 
 
 def test_nothing_is_compiled_or_launched_outside_of_a_mirrored_call(tiny_path: Callable[[str], Path]) -> None:

@@ -218,7 +218,7 @@ def test_plain_steps_launch_two_programs_and_compile_none_of_the_features(
 
 def test_only_so_many_processors_are_taken_and_only_such_as_can_be_told_apart(engine: Engine) -> None:
     register = engine.runner.register_processor
-    known = len(engine.runner._processors)
+    known = len(engine.runner.features.processors)
     processors = [lambda logits, row, index=index: logits + index for index in range(MAX_PROCESSORS)]
     for processor in processors[known:]:
         register(processor)
@@ -228,22 +228,22 @@ def test_only_so_many_processors_are_taken_and_only_such_as_can_be_told_apart(en
     with pytest.raises(ValueError, match="must be hashable"):
         register([])  # pyright: ignore[reportArgumentType]
     register(processors[-1])
-    engine.runner._processors.clear()
+    engine.runner.features.processors.clear()
 
 
 def test_after_a_failed_step_nothing_is_counted(engine: Engine) -> None:
     expected = output_ids(engine, [PROMPT], greedy(6, frequency_penalty=1.0))
-    before = engine.runner._counts
+    before = engine.runner.features.counts
     assert before is not None
     engine.runner.reset()
-    assert engine.runner._counts is None
+    assert engine.runner.features.counts is None
     engine.flush_cache()
     assert output_ids(engine, [PROMPT], greedy(6, frequency_penalty=1.0)) == expected
 
 
 def test_counts_are_updated_in_place(engine: Engine) -> None:
     output_ids(engine, [PROMPT], greedy(3, frequency_penalty=1.0))
-    counts = engine.runner._counts
+    counts = engine.runner.features.counts
     assert counts is not None
     programs = engine.runner.programs.compiled
     for name in (("set counts",), next(name for name in programs if name[0] == "penalties")):

@@ -208,18 +208,20 @@ def test_steps_send_two_sums_a_layer_and_copy_nothing(tiny_path: Callable[[str],
 
 def test_samplers_send_numbers_of_rows_and_no_vocabulary(on_eight: Engine) -> None:
     runner, rows, vocab = on_eight.runner, 4, on_eight.model_config.vocab_size
-    logits, slots = runner._logits(rows), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    logits, slots = runner.features.logits(rows), jax.ShapeDtypeStruct((rows,), jnp.int32)
     program = runner._sample.lower(logits, runner._next_tokens, slots, None).compile()
     assert collectives(program) == {"all-reduce": 2}, "the largest logit, and the smallest id that has it"
     assert set(re.findall(r"= \w+\[([\d,]*)\]\S* all-reduce\(", program.as_text() or "")) == {str(rows)}
     bias = jax.ShapeDtypeStruct((2, rows, 8), jnp.int32)
-    assert not collectives(runner._add_bias.lower(logits, bias).compile())
+    assert not collectives(runner.features.add_bias.lower(logits, bias).compile())
     packed = jax.ShapeDtypeStruct((5, rows), jnp.int32)
-    penalties = runner._penalize.lower(logits, runner._counts_shape, runner._next_tokens, packed).compile()
+    penalties = runner.features.penalize.lower(
+        logits, runner.features.counts_shape, runner._next_tokens, packed
+    ).compile()
     assert not collectives(penalties)
     memory = penalties.memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes >= prod(runner._counts_shape.shape) * 4 // 8
+    assert memory.alias_size_in_bytes >= prod(runner.features.counts_shape.shape) * 4 // 8
     assert vocab % 8 == 0
 
 

@@ -1,4 +1,7 @@
-"""What of a request is no body is limited: its line, its headers, what frames its pieces, its trailers."""
+"""What of a request is no body is limited: its line, its headers, what frames its pieces, its trailers.
+
+And what is body is never taken for a request.
+"""
 
 import socket
 from collections.abc import Iterator
@@ -77,3 +80,24 @@ def test_bodies_in_pieces_and_one_request_after_another_are_not_counted(connecti
             assert data, answer
             answer += data
         assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_a_body_behind_an_upgrade_is_no_request(connection: socket.socket, protocol: str) -> None:
+    inner = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = HEAD + f"Connection: Upgrade\r\nUpgrade: {protocol}\r\nContent-Length: {len(inner)}\r\n\r\n"
+    connection.sendall(head.encode())
+    answer = connection.recv(2**16)  # before the body, which so comes in a read of its own
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Upgrade" in answer
+    try:
+        connection.sendall(inner)
+        assert connection.recv(2**16) == b""
+    except OSError:
+        pass  # the server has closed the connection already
+
+
+def test_an_upgrade_without_a_body_is_answered_in_the_protocol_that_there_is(connection: socket.socket) -> None:
+    for _ in range(2):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 200 ")

@@ -4,6 +4,7 @@ And what is body is never taken for a request.
 """
 
 import socket
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -83,21 +84,35 @@ def test_bodies_in_pieces_and_one_request_after_another_are_not_counted(connecti
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_a_body_behind_an_upgrade_is_no_request(connection: socket.socket, protocol: str) -> None:
+def test_a_body_behind_an_offer_of_another_protocol_is_read_as_a_body(connection: socket.socket, protocol: str) -> None:
+    """In the same read as its head, in one of its own, and where it looks like a request."""
+    offer = (
+        f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    )
     inner = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    head = HEAD + f"Connection: Upgrade\r\nUpgrade: {protocol}\r\nContent-Length: {len(inner)}\r\n\r\n"
-    connection.sendall(head.encode())
-    answer = connection.recv(2**16)  # before the body, which so comes in a read of its own
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"Upgrade" in answer
-    try:
-        connection.sendall(inner)
-        assert connection.recv(2**16) == b""
-    except OSError:
-        pass  # the server has closed the connection already
+    for body, status in ((BODY, b"200"), (BODY, b"200"), (inner, b"400")):
+        head = (HEAD + offer + f"Content-Length: {len(body)}\r\n\r\n").encode()
+        for pieces in ([head + body], [head, body]):
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(0.05)
+            answer = connection.recv(2**16)
+            assert answer.startswith(b"HTTP/1.1 " + status)
+            assert answer.rstrip().endswith(b"}")
+            assert answer.count(b"HTTP/1.1") == 1
 
 
-def test_an_upgrade_without_a_body_is_answered_in_the_protocol_that_there_is(connection: socket.socket) -> None:
+def test_an_offer_is_taken_on_no_terms_that_others_are_not(connection: socket.socket) -> None:
+    """Without a body, behind other requests, behind one that is still to be answered, and with a head too long."""
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
     for _ in range(2):
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        connection.sendall(request + b"\r\n")
         assert connection.recv(2**16).startswith(b"HTTP/1.1 200 ")
+    connection.sendall(request + b"X-Long: " + b"a" * 2 * MAX_HEAD_BYTES)
+    assert connection.recv(2**16).startswith(b"HTTP/1.1 4")
+
+
+def test_an_offer_before_the_last_answer_is_refused(connection: socket.socket) -> None:
+    first = (HEAD + f"Content-Length: {len(BODY)}\r\n\r\n").encode() + BODY
+    connection.sendall(first + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    assert connection.recv(2**16).startswith(b"HTTP/1.1 400 ")

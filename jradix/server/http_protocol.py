@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn has it with httptools, a parser in C; here are the limit and the care for bodies that it lacks."""
+"""HTTP/1.1 as uvicorn has it with httptools, a parser in C; here are the limit and the care for bodies it lacks."""
 
 from typing import Final
 

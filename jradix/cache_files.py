@@ -105,7 +105,10 @@ def open_newest(directory: Path, fingerprint: Fingerprint) -> SavedCache | None:
         manifest = json.loads(sealed["body"])
     if manifest["format"] != FORMAT:
         raise UnusableSnapshotError(f"{path} has format {manifest['format']}, this version of jradix reads {FORMAT}")
-    for name in sorted({*manifest["fingerprint"], *fingerprint}):
+    for name in {
+        **fingerprint,
+        **manifest["fingerprint"],
+    }:  # ours, in their order, which names a cause before its effects
         saved, ours = manifest["fingerprint"].get(name), fingerprint.get(name)
         if saved != ours:
             raise UnusableSnapshotError(f"{path} was saved with {name} {saved!r}, this engine has {ours!r}")
@@ -152,8 +155,11 @@ def _read_tree(path: Path, manifest: Mapping[str, Any]) -> Snapshot:
 
 
 def _write_arrays(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    with _checkpointer() as checkpointer:
-        checkpointer.save(path, arrays)
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(path, arrays)
+    except ValueError as error:  # what Orbax makes of a disk that is full
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:

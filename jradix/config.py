@@ -135,8 +135,9 @@ class EngineConfig:
         if address is None:
             _require(self.nnodes == 1, self, "nnodes", "1 if there is no dist_init_addr")
         else:
-            is_address = isinstance(address, str) and re.fullmatch(r"\S+:\d{1,5}", address) is not None
-            expected = f'None, "{FOUND_BY_JAX}" or "host:port"'
+            found = re.fullmatch(r"\S+:(\d{1,5})", address) if isinstance(address, str) else None
+            is_address = found is not None and 1 <= int(found[1]) <= 65535
+            expected = f'None, "{FOUND_BY_JAX}" or "host:port", the port from 1 to 65535'
             _require(is_address or address == FOUND_BY_JAX, self, "dist_init_addr", expected)
         _require(self.node_rank < self.nnodes, self, "node_rank", f"less than nnodes ({self.nnodes})")
         _require(address is None or self.dp_size == 1, self, "dp_size", "1 if there is a dist_init_addr")

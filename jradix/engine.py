@@ -67,7 +67,7 @@ class Engine:
         self.replicas = Replicas(self.config, parts_of_each)
         self._core = self.replicas.cores[0]
         if self.config.cache_dir is not None:
-            self.replicas.open_caches(Path(self.config.cache_dir))
+            self.replicas.open_caches(Path(self.config.cache_dir).absolute())
         if self.config.warmup:
             self.warm_up()
         self.replicas.start()
@@ -242,7 +242,7 @@ class Engine:
         directory: if not given, `cache_dir`. Returns `pages`, `tokens`, `bytes` and `files` written, and `seconds`.
 
         Raises:
-            ValueError: there is no directory.
+            ValueError: there is no directory, or it is no path.
             RuntimeError: the last update of the weights has failed; or the cache was flushed, the weights were
                 updated, or a step failed while it was saved.
             OSError: it cannot be written.
@@ -250,6 +250,8 @@ class Engine:
         target = self.config.cache_dir if directory is None else directory
         if target is None:
             raise ValueError("directory must be given, as this engine has no cache_dir")
+        if not isinstance(target, str | os.PathLike):
+            raise ValueError(f"directory must be a path, got {target!r}")
         saved = self.replicas.save_caches(Path(target).absolute())
         return {name: sum(report[name] for report in saved) for name in saved[0]}
 

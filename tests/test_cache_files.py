@@ -1,6 +1,7 @@
 """Snapshots on disk: read back as they were, refused when they are something else, and never half of one."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,12 @@ def test_another_fingerprint_is_refused_and_the_field_is_named(tmp_path: Path, n
         open_newest(tmp_path, FINGERPRINT | {name: 99})
 
 
+def test_of_several_differences_the_cause_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"dtype": "int8", "KV scales": 1}, *some_cache())
+    with pytest.raises(UnusableSnapshotError, match="saved with dtype 'int8', this engine has 'float32'"):
+        open_newest(tmp_path, {"dtype": "float32", "KV scales": 2})
+
+
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FINGERPRINT, *some_cache())
     monkeypatch.setattr("jradix.cache_files.FORMAT", 3)
@@ -117,6 +124,19 @@ def test_a_save_that_fails_leaves_the_old_snapshot_and_no_rest(tmp_path: Path) -
         write(tmp_path, FINGERPRINT, snapshot, fails_after_one, 3)
     assert_holds(open_newest(tmp_path, FINGERPRINT), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "snapshot-000001"]
+
+
+def test_a_disk_that_is_full_is_an_os_error(tmp_path: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    snapshot, _, _ = some_cache()
+    content = np.random.default_rng(0).normal(size=(4, 2, 2, 2, 4, 1000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # more than all else takes
+    try:
+        with pytest.raises(OSError, match="cannot be written"):
+            write(tmp_path, FINGERPRINT, snapshot, lambda start, stop: content[start:stop], 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 KILLED = """

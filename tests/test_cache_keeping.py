@@ -121,6 +121,15 @@ def test_an_engine_saves_when_it_is_shut_down_also_that_nothing_is_cached(
     assert not [record for record in caplog.records if record.name.startswith("jradix")]
 
 
+def test_a_directory_may_be_relative(
+    tiny_text_path: Path, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = saved.copy(tmp_path)
+    monkeypatch.chdir(directory.parent)
+    with open_engine(tiny_text_path, Path(directory.name)) as engine:
+        assert known_pages(engine.cache) == saved.pages
+
+
 @pytest.mark.parametrize("num_pages", [40, 1024])
 def test_other_pools_restore_what_they_have_room_for(
     tiny_text_path: Path, saved: Saved, tmp_path: Path, num_pages: int
@@ -232,6 +241,8 @@ def test_a_flush_and_new_weights_end_a_restoration(tiny_text_path: Path, saved: 
 def test_without_a_directory_nothing_is_saved(tiny_engine: Engine) -> None:
     with pytest.raises(ValueError, match="directory must be given"):
         tiny_engine.save_cache()
+    with pytest.raises(ValueError, match="directory must be a path, got 5"):
+        tiny_engine.save_cache(5)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_and_the_engine_goes_on(

@@ -20,7 +20,10 @@ def config(**options: Any) -> EngineConfig:
         ("max_running_requests", [0, 2.5]),
         ("chunked_prefill_size", [0, -1, None, 32769]),
         ("tp_size", [0, 1.5]),
-        ("dist_init_addr", ["localhost", "localhost:", ":1234", "somewhere", 1234, ""]),
+        (
+            "dist_init_addr",
+            ["localhost", "localhost:", ":1234", "somewhere", 1234, "", "localhost:0", "localhost:65536"],
+        ),
         ("nnodes", [0, 2, "2"]),  # there is no dist_init_addr
         ("node_rank", [-1, 1, None]),
         ("random_seed", [-1, None]),

@@ -105,10 +105,8 @@ def open_newest(directory: Path, fingerprint: Fingerprint) -> SavedCache | None:
         manifest = json.loads(sealed["body"])
     if manifest["format"] != FORMAT:
         raise UnusableSnapshotError(f"{path} has format {manifest['format']}, this version of jradix reads {FORMAT}")
-    for name in {
-        **fingerprint,
-        **manifest["fingerprint"],
-    }:  # ours, in their order, which names a cause before its effects
+    fields = {**fingerprint, **manifest["fingerprint"]}  # ours first: their order names a cause before its effects
+    for name in fields:
         saved, ours = manifest["fingerprint"].get(name), fingerprint.get(name)
         if saved != ours:
             raise UnusableSnapshotError(f"{path} was saved with {name} {saved!r}, this engine has {ours!r}")

@@ -33,6 +33,7 @@ def engine(request: pytest.FixtureRequest, tiny_path: Callable[[str], Path]) -> 
         yield engine
 
 
+@pytest.mark.parametrize("engine", MODELS[:1], indirect=True, ids="-".join)
 def test_a_snapshot_is_restored(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:
     engine.flush_cache()
     first: Any = engine.generate(input_ids=prompts[0], sampling_params=greedy())

@@ -96,17 +96,22 @@ class OrbaxCheckpoint:
 
 
 def write_parameters(directory: Path, arrays: Mapping[str, np.ndarray], quantization: str | None) -> None:
-    """Writes `directory / params`, uncompressed: weights hardly shrink, and a start should wait for the disk alone."""
+    """Writes `directory / params`, uncompressed: weights hardly shrink, and a start should wait for the disk alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     import orbax.checkpoint as ocp  # takes 2 seconds, which no start waits for
 
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
     metadata = {**_FORMAT, "quantization": quantization}
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(
-            (directory / PARAMETERS).absolute(),
-            args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args, custom_metadata=metadata),
-        )
+    args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args, custom_metadata=metadata)
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save((directory / PARAMETERS).absolute(), args=args)
+    except ValueError as error:  # what Orbax makes of a disk that is full
+        raise OSError(str(error)) from error
 
 
 def seal_parameters(directory: Path) -> None:

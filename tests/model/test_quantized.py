@@ -18,7 +18,7 @@ from jradix.mesh import tensor_mesh
 from jradix.model.checkpoint import open_checkpoint
 from jradix.model.config import ModelConfig
 from jradix.model.layers import linear
-from jradix.model.orbax_checkpoint import write_config, write_parameters
+from jradix.model.orbax_checkpoint import seal_parameters, write_config, write_parameters
 from jradix.model.quantized import INPUT_AXES, SCALE, QuantizedWeight, quantize
 from jradix.model.sharding import SPLIT, Sharding
 from jradix.model.weights import load_transformer, random_transformer, replace_parameters
@@ -104,6 +104,7 @@ def dequantise(source: Path, target: Path) -> Path:
         arrays[name] = values.astype(np.float32) * scale.reshape(*scale.shape, *[1] * (values.ndim - scale.ndim))
     target.mkdir()
     write_parameters(target, arrays, None)
+    seal_parameters(target)
     write_config(target, checkpoint.config)
     return target
 
@@ -161,17 +162,24 @@ def test_replaced_weights_stay_in_int8(tiny_path: Callable[[str], Path], in_int8
 
 
 TEXT = (Path(__file__).parents[1] / "data" / "perplexity.txt").read_text("utf-8")
-IN_BFLOAT16 = 24.302
-"""The perplexity of TEXT with `dtype="bfloat16"` and no quantisation; with float32 it is 24.247."""
+PERPLEXITIES = {"bfloat16": 24.302, "float32": 24.247}
+"""Of TEXT, by `dtype`, with nothing in 8 bits."""
 
 
-@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("int8", "auto"), ("auto", "int8"), ("auto", "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "kv_cache_dtype"),
+    [("bfloat16", "int8", "auto"), ("float32", "auto", "int8"), ("float32", "auto", "fp8_e4m3")],
+)
 def test_the_perplexity_of_a_real_model_in_8_bits_is_within_one_percent(
-    quantization: Any, kv_cache_dtype: Any, smollm2_path: Path
+    dtype: Any, quantization: Any, kv_cache_dtype: Any, smollm2_path: Path
 ) -> None:
-    """Prompt tokens attend to keys and values as the pool has them."""
+    """Prompt tokens attend to keys and values as the pool has them.
+
+    Those are tried in float32: in bfloat16 the perplexity moves by a third of a percent with the length of chunks.
+    """
     with Engine(
         model_path=str(smollm2_path),
+        dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         context_length=512,
@@ -182,4 +190,4 @@ def test_the_perplexity_of_a_real_model_in_8_bits_is_within_one_percent(
         result: Any = engine.generate(TEXT, greedy(1), return_logprob=True, logprob_start_len=0)
     logprobs = [entry[0] for entry in result["meta_info"]["input_token_logprobs"][1:]]
     assert len(logprobs) == 424
-    assert math.exp(-np.mean(logprobs)) == pytest.approx(IN_BFLOAT16, rel=0.01)
+    assert math.exp(-np.mean(logprobs)) == pytest.approx(PERPLEXITIES[dtype], rel=0.01)

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of tiny models against those of transformers, however the tokens reach the model."""
+"""Logits of tiny models against those of transformers, however the tokens reach the model."""
 
 import re
 from collections.abc import Callable
@@ -39,14 +39,12 @@ def load(path: Path, layer_loop: LayerLoop) -> Transformer:
 
 
 class Golden:
-    """Three prompts of 57 tokens, their logits, and 16 greedy tokens after each."""
+    """Three prompts of 57 tokens, and their logits."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path / "expect.npz") as arrays:
             self.prompts: list[list[int]] = arrays["input_ids"].tolist()
             self.logits = arrays["logits"]
-            self.greedy_ids = arrays["greedy_ids"]
-            self.gaps = arrays["top2_gap"]
 
 
 def new_rows(driver: PagedDriver, golden: Golden) -> list[Row]:
@@ -62,18 +60,9 @@ def check_prompts(driver: PagedDriver, golden: Golden) -> tuple[list[Row], np.nd
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tiny_path: Callable[[str], Path]) -> None:
-    golden, driver = Golden(tiny_path(name)), PagedDriver(load(tiny_path(name), "unroll"), page_size=4)
-    rows, last = check_prompts(driver, golden)
-    for ids, gaps in zip(golden.greedy_ids.T, golden.gaps.T, strict=True):
-        clear = gaps > 2 * TOLERANCE
-        np.testing.assert_array_equal(last.argmax(axis=1)[clear], ids[clear])
-        if name in STRUCTURES:
-            last = driver.step(decode=list(zip(rows, ids.tolist(), strict=True)))
-        else:  # padded to the prompts' shape, which is compiled
-            last = driver.step(
-                extend=[(row, [token]) for row, token in zip(rows, ids.tolist(), strict=True)], pad_to=171
-            )
+def test_logits_are_those_of_transformers(name: str, tiny_path: Callable[[str], Path]) -> None:
+    """Of prompts; the tokens that follow are tested with the engine, for all of these models."""
+    check_prompts(PagedDriver(load(tiny_path(name), "unroll"), page_size=4), Golden(tiny_path(name)))
 
 
 @pytest.mark.parametrize("name", ["llama_bias_yarn", "gemma3_text", "qwen3_moe"])
@@ -81,8 +70,10 @@ def test_a_scan_over_layers_gives_the_same_logits(name: str, tiny_path: Callable
     check_prompts(PagedDriver(load(tiny_path(name), "scan"), page_size=4), Golden(tiny_path(name)))
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 16), (4, 1), (16, 7)])
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(
+    ("name", "page_size", "chunk"),
+    [("llama", 4, 1), ("gpt_oss", 1, 16), ("gpt_oss", 16, 7), ("qwen3_moe_mixed", 16, 7)],
+)
 def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(
     name: str, page_size: int, chunk: int, tiny_path: Callable[[str], Path]
 ) -> None:

@@ -19,7 +19,6 @@ from jradix.mirror import Mirror
 from jradix.model.array_source import ArraySource
 from jradix.model.checkpoint import Checkpoint, open_checkpoint
 from jradix.model.config import ModelConfig
-from jradix.model.layer_parts import TensorSource
 from jradix.model.quantized import FORMATS
 from jradix.model.sharding import Sharding
 from jradix.model.transformer import LayerLoop, Transformer
@@ -30,6 +29,7 @@ from jradix.model.weights import (
     random_transformer,
     replace_parameters,
 )
+from jradix.model.weights_sample import sample_weights
 from jradix.pallas.geometry import Geometry
 from jradix.pallas.layout import KVLayout
 from jradix.pallas.ops import Kernels
@@ -86,6 +86,8 @@ def _build(config: EngineConfig, processes: Processes | None) -> list[Parts]:
     devices = None
     if processes is not None:
         processes.require_same({f"the model's {name}": value for name, value in asdict(model_config).items()})
+        if config.load_format != "dummy":
+            processes.require_same({"the content of the weights' files": sample_weights(checkpoint.path)})
         devices = jax.devices()
     meshes = mesh.replica_meshes(config.dp_size, config.tp_size, devices)
     shardings = [Sharding(model_config, each) for each in meshes]
@@ -126,10 +128,14 @@ def weights_to_replace(
     Raises:
         ValueError: they are not there, or of another model.
     """
-    _open_weights(config, sharding, weights)
+    source = _open_weights(config, sharding, weights)
+    sample = None
     if config.nnodes > 1 and isinstance(weights, Mapping):
         weights = {name: np.asarray(array) for name, array in weights.items()}  # those of jax would go to one device
-    return partial(_replace_weights, config=config, weights=weights)
+    elif config.nnodes > 1:
+        assert not isinstance(source, ArraySource), "it was opened from files"
+        sample = sample_weights(source.path)
+    return partial(_replace_weights, config=config, weights=weights, sample=sample)
 
 
 def _replace_weights(
@@ -138,11 +144,18 @@ def _replace_weights(
     *,
     config: EngineConfig,
     weights: str | os.PathLike[str] | Mapping[str, Any],
+    sample: str | None,
 ) -> None:
+    """sample: what `sample_weights` must find, if that is known."""
+    source = _open_weights(config, sharding, weights)
+    if sample is not None and not isinstance(source, ArraySource) and sample_weights(source.path) != sample:
+        raise ValueError(
+            f"weights {weights} have another content here than in process 0: copy the same files to all hosts"
+        )
     replace_parameters(
         parameters,
         sharding.config,
-        _open_weights(config, sharding, weights),
+        source,
         dtype=DTYPES[config.dtype],
         layer_loop=layer_loop_of(config),
         sharding=sharding,
@@ -151,9 +164,9 @@ def _replace_weights(
 
 def _open_weights(
     config: EngineConfig, sharding: Sharding, weights: str | os.PathLike[str] | Mapping[str, Any]
-) -> TensorSource:
+) -> ArraySource | Checkpoint:
     if isinstance(weights, Mapping):
-        source: TensorSource = ArraySource(weights, {})
+        source: ArraySource | Checkpoint = ArraySource(weights, {})
     elif not isinstance(weights, str | os.PathLike):
         raise ValueError(f"weights must be a path, a hub id, or a dict from tensor names to arrays, got {weights!r}")
     else:

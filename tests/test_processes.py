@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from jradix import Engine
 from jradix.config import EngineConfig
 from jradix.processes import EXIT_STATUS
+from tests.model.test_weights_sample import add_noise
 from tests.process_pair import DEVICES_OF_EACH, NUM_PROCESSES, PROMPTS, everything
 from tests.tiny_engine import output_ids
 
@@ -63,6 +65,16 @@ if rank == 0:
     processes.receive()
 float(sums(numbers))
 float(sums(numbers))
+"""
+
+
+START = """
+import sys
+from jradix import Engine, follow
+rank, address, folder = sys.argv[1:]
+options = dict(tp_size=4, nnodes=2, node_rank=int(rank), dist_init_addr=address, skip_tokenizer_init=True)
+if not follow(model_path=f"{folder}/{rank}", **options):
+    Engine(model_path=f"{folder}/{rank}", **options)
 """
 
 
@@ -182,6 +194,18 @@ def test_processes_agree_on_numbers_and_end_if_they_are_configured_differently(
         assert "page_size must be the same in all processes: process 0 has 16, process 1 17" in pair.log(rank)
     assert "ValueError: page_size" in pair.log(0)
     assert "jradix: process 1 ends: process 0 of 2 has failed: ValueError: page_size" in pair.log(1)
+
+
+def test_processes_with_other_weights_of_the_same_model_end(
+    start_pair: Callable[..., Pair], tiny_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for rank in range(2):
+        shutil.copytree(tiny_path("llama"), tmp_path / str(rank))
+    add_noise(next((tmp_path / "1").glob("*.safetensors")))
+    pair = start_pair("-c", START)
+    assert [pair.status(rank) for rank in range(2)] == [EXIT_STATUS] * 2
+    for rank in range(2):
+        assert "the content of the weights' files must be the same in all processes" in pair.log(rank)
 
 
 def test_only_process_0_has_an_engine(tiny_path: Callable[[str], Path]) -> None:

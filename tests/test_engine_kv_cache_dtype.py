@@ -11,8 +11,8 @@ from jradix import Engine, mesh
 from tests.test_engine_weights import other_path  # noqa: F401  a fixture
 from tests.tiny_engine import greedy, logits_after, output_ids, start
 
-MODELS = [("gpt_oss", "fp8_e4m3"), ("gemma2", "int8")]
-"""Experts, sinks, windows and soft caps among them."""
+MODELS = [("gpt_oss", "fp8_e4m3")]
+"""With experts, sinks and windows; soft caps and int8 are tested with attention alone."""
 
 
 SIZES: dict[str, Any] = {"page_size": 8, "max_total_tokens": 160}
@@ -33,7 +33,6 @@ def engine(request: pytest.FixtureRequest, tiny_path: Callable[[str], Path]) -> 
         yield engine
 
 
-@pytest.mark.parametrize("engine", MODELS[:1], indirect=True, ids="-".join)
 def test_a_snapshot_is_restored(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:
     engine.flush_cache()
     first: Any = engine.generate(input_ids=prompts[0], sampling_params=greedy())

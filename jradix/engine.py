@@ -282,13 +282,10 @@ class Engine:
             ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may
                 come in the middle: then the engine stands still until another update succeeds.
         """
-        sources = [
-            startup.weights_to_replace(self.config, core.runner.sharding, weights) for core in self.replicas.cores
-        ]
+        replace = startup.weights_to_replace(self.config, self.model_config, weights)
         with self.replicas.hold_all() as cores, ExitStack() as updates:
             self.replicas.forget()
-            for_all = [updates.enter_context(core.new_weights()) for core in cores]  # which fail together
-            for replace, runner in zip(sources, for_all, strict=True):
+            for runner in [updates.enter_context(core.new_weights()) for core in cores]:  # which fail together
                 runner.replace_parameters(replace)
         return self._core.weight_version
 

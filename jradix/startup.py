@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jradix import mesh
@@ -119,7 +118,7 @@ def _build(config: EngineConfig, processes: Processes | None) -> list[Parts]:
 
 
 def weights_to_replace(
-    config: EngineConfig, sharding: Sharding, weights: str | os.PathLike[str] | Mapping[str, Any]
+    config: EngineConfig, model_config: ModelConfig, weights: str | os.PathLike[str] | Mapping[str, Any]
 ) -> Callable[[list[jax.Array], Sharding], None]:
     """Check other weights of the same model, and give what puts them in the place of a runner's parameters.
 
@@ -128,30 +127,31 @@ def weights_to_replace(
     Raises:
         ValueError: they are not there, or of another model.
     """
-    source = _open_weights(config, sharding, weights)
-    sample = None
-    if config.nnodes > 1 and isinstance(weights, Mapping):
-        weights = {name: np.asarray(array) for name, array in weights.items()}  # those of jax would go to one device
-    elif config.nnodes > 1:
-        assert not isinstance(source, ArraySource), "it was opened from files"
-        sample = sample_weights(source.path)
-    return partial(_replace_weights, config=config, weights=weights, sample=sample)
+    source = _open_weights(config, model_config, weights)
+    if config.nnodes == 1:
+        return partial(_replace_weights, config=config, source=source)
+    if isinstance(source, ArraySource):  # arrays of jax would go to one device
+        arrays = {name: source.read(name) for name in source.names()}
+        return partial(_replace_weights, config=config, source=ArraySource(arrays, {}))
+    return partial(_replace_by_files, config=config, path=weights, sample=sample_weights(source.path))
+
+
+def _replace_by_files(
+    parameters: list[jax.Array], sharding: Sharding, *, config: EngineConfig, path: Any, sample: str
+) -> None:
+    """Open the files of this process, of which `sample_weights` must be what it is in process 0."""
+    source = _open_weights(config, sharding.config, path)
+    assert not isinstance(source, ArraySource), "it was opened from files"
+    if sample_weights(source.path) != sample:
+        raise ValueError(
+            f"weights {path} have another content here than in process 0: copy the same files to all hosts"
+        )
+    _replace_weights(parameters, sharding, config=config, source=source)
 
 
 def _replace_weights(
-    parameters: list[jax.Array],
-    sharding: Sharding,
-    *,
-    config: EngineConfig,
-    weights: str | os.PathLike[str] | Mapping[str, Any],
-    sample: str | None,
+    parameters: list[jax.Array], sharding: Sharding, *, config: EngineConfig, source: ArraySource | Checkpoint
 ) -> None:
-    """sample: what `sample_weights` must find, if that is known."""
-    source = _open_weights(config, sharding, weights)
-    if sample is not None and not isinstance(source, ArraySource) and sample_weights(source.path) != sample:
-        raise ValueError(
-            f"weights {weights} have another content here than in process 0: copy the same files to all hosts"
-        )
     replace_parameters(
         parameters,
         sharding.config,
@@ -163,7 +163,7 @@ def _replace_weights(
 
 
 def _open_weights(
-    config: EngineConfig, sharding: Sharding, weights: str | os.PathLike[str] | Mapping[str, Any]
+    config: EngineConfig, model_config: ModelConfig, weights: str | os.PathLike[str] | Mapping[str, Any]
 ) -> ArraySource | Checkpoint:
     if isinstance(weights, Mapping):
         source: ArraySource | Checkpoint = ArraySource(weights, {})
@@ -172,9 +172,9 @@ def _open_weights(
     else:
         source = open_checkpoint(weights)
         other = ModelConfig.from_hf(source.config)
-        if other != sharding.config:
-            raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {sharding.config}")
-    check_tensors(sharding.config, source, layer_loop_of(config))
+        if other != model_config:
+            raise ValueError(f"{weights} is another model: its config gives {other}, the engine runs {model_config}")
+    check_tensors(model_config, source, layer_loop_of(config))
     return source
 
 

@@ -125,9 +125,11 @@ class EngineConfig:
         in_range = isinstance(fraction, float) and 0 < fraction < 1
         _require(fraction is None or in_range, self, "mem_fraction_static", "None or a float between 0 and 1")
         _require(isinstance(self.model_path, str | os.PathLike), self, "model_path", "a path or a hub id")
-        if self.cache_dir is not None:
-            is_path = isinstance(self.cache_dir, str | os.PathLike)
-            _require(is_path and not self.disable_radix_cache, self, "cache_dir", "a path, and a cache not disabled")
+        for name in ("compilation_cache_dir", "cache_dir"):
+            value = getattr(self, name)
+            is_path = isinstance(value, str | os.PathLike) and os.fspath(value) != ""
+            _require(value is None or is_path, self, name, "None or a path that is not empty")
+        _require(self.cache_dir is None or not self.disable_radix_cache, self, "cache_dir", "None if there is no cache")
         self._check_processes()
 
     def _check_processes(self) -> None:

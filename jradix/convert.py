@@ -30,7 +30,7 @@ def convert(config: EngineConfig, output: str | os.PathLike[str]) -> Path:
             cannot be read.
     """
     target = Path(output).expanduser()
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ValueError(
             f"output must be a directory that does not exist yet, got {target}: remove it, or name another"
         )

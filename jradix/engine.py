@@ -67,7 +67,7 @@ class Engine:
         self.replicas = Replicas(self.config, parts_of_each)
         self._core = self.replicas.cores[0]
         if self.config.cache_dir is not None:
-            self.replicas.open_caches(Path(self.config.cache_dir).absolute())
+            self.replicas.open_caches(Path(self.config.cache_dir).expanduser().absolute())
         if self.config.warmup:
             self.warm_up()
         self.replicas.start()
@@ -250,9 +250,9 @@ class Engine:
         target = self.config.cache_dir if directory is None else directory
         if target is None:
             raise ValueError("directory must be given, as this engine has no cache_dir")
-        if not isinstance(target, str | os.PathLike):
-            raise ValueError(f"directory must be a path, got {target!r}")
-        saved = self.replicas.save_caches(Path(target).absolute())
+        if not isinstance(target, str | os.PathLike) or os.fspath(target) == "":
+            raise ValueError(f"directory must be a path that is not empty, got {target!r}")
+        saved = self.replicas.save_caches(Path(target).expanduser().absolute())
         return {name: sum(report[name] for report in saved) for name in saved[0]}
 
     def get_server_info(self) -> dict[str, Any]:
@@ -266,6 +266,7 @@ class Engine:
             "device": mesh.device_description(),
             "architecture": self.model_config.architecture,
             "max_context_length": self.context_length,
+            "vocab_size": self.model_config.vocab_size,
             **combined_info(self.replicas.call_each(Core.info)),
         }
 

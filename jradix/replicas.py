@@ -75,9 +75,15 @@ class Replicas:
         The future fails as `Core.submit` does: then those that another replica has taken are aborted.
 
         Raises:
-            ValueError: an id is taken by a live request.
+            ValueError: an id is taken by a live request, or these are more requests than may ever wait.
             ShutDownError: there is no replica any more.
         """
+        limit = self.config.max_queued_requests
+        if limit is not None and len(outputs) > limit * len(self):
+            raise ValueError(
+                f"prompts times n must be at most {limit * len(self)}, as so many requests may wait "
+                f"(max_queued_requests), got {len(outputs)}: submit fewer at once, or raise the limit"
+            )
         if self._router is None:
             return self.loops[0].send(partial(self.cores[0].submit, outputs))
         parts: dict[int, list[Output]] = {}

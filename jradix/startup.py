@@ -190,7 +190,8 @@ def _choose_kernels(config: EngineConfig, sharding: Sharding, max_pages: int) ->
     return mesh.choose_kernels(geometry, max_pages)
 
 
-def _keep_compiled_programs_in(directory: str) -> None:
+def _keep_compiled_programs_in(path: str) -> None:
+    directory = os.path.expanduser(path)
     if jax.config.jax_compilation_cache_dir != directory:
         reset_cache()  # jax keeps to the first directory it has used
         jax.config.update("jax_compilation_cache_dir", directory)

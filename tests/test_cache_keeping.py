@@ -121,12 +121,14 @@ def test_an_engine_saves_when_it_is_shut_down_also_that_nothing_is_cached(
     assert not [record for record in caplog.records if record.name.startswith("jradix")]
 
 
-def test_a_directory_may_be_relative(
-    tiny_text_path: Path, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_directory_may_be_relative_or_in_the_home(
+    tiny_text_path: Path, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_home: bool
 ) -> None:
     directory = saved.copy(tmp_path)
-    monkeypatch.chdir(directory.parent)
-    with open_engine(tiny_text_path, Path(directory.name)) as engine:
+    monkeypatch.chdir("/" if at_home else directory.parent)
+    monkeypatch.setenv("HOME", str(directory.parent))
+    with open_engine(tiny_text_path, Path("~" if at_home else "") / directory.name) as engine:
         assert known_pages(engine.cache) == saved.pages
 
 
@@ -241,8 +243,10 @@ def test_a_flush_and_new_weights_end_a_restoration(tiny_text_path: Path, saved: 
 def test_without_a_directory_nothing_is_saved(tiny_engine: Engine) -> None:
     with pytest.raises(ValueError, match="directory must be given"):
         tiny_engine.save_cache()
-    with pytest.raises(ValueError, match="directory must be a path, got 5"):
+    with pytest.raises(ValueError, match="directory must be a path that is not empty, got 5"):
         tiny_engine.save_cache(5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="directory must be a path that is not empty, got ''"):
+        tiny_engine.save_cache("")
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_and_the_engine_goes_on(

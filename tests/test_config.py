@@ -36,6 +36,8 @@ def config(**options: Any) -> EngineConfig:
         ("priority_scheduling_preemption_threshold", [0, 1.5, None]),
         ("max_queued_requests", [0, -1, 1.5]),
         ("layer_loop", ["loop"]),
+        ("compilation_cache_dir", ["", 5]),
+        ("cache_dir", ["", 5]),
     ],
 )
 def test_a_wrong_option_is_named_with_its_limit(name: str, values: list[Any]) -> None:

@@ -132,6 +132,9 @@ def test_nothing_is_left_of_a_conversion_that_fails(tiny_path: Callable[[str], P
     with pytest.raises(ValueError, match="cannot be written"):
         convert(config_of(source, skip_tokenizer_init=False), tmp_path / "converted")
     assert {entry.name for entry in tmp_path.iterdir()} == {"file", "source"}
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="output must be a directory that does not exist yet"):
+        convert(config_of(tiny_path("llama")), tmp_path / "link")
 
 
 def test_two_conversions_to_one_directory_do_not_meet(tiny_path: Callable[[str], Path], tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ async def _explained_ids(service: Service, body: ExplainRequest) -> list[int]:
     if body.messages is not None:
         return await asyncio.to_thread(service.tokenizer.apply_chat_template, body.messages)
     ids = await service.token_ids(body.text) if body.text is not None else body.input_ids or []
-    if not ids or min(ids) < 0 or max(ids) >= 2**31:
-        raise ValueError("input_ids must be token ids, at least one")
+    if not ids or min(ids) < 0 or max(ids) >= service.engine.info["vocab_size"]:
+        limit = service.engine.info["vocab_size"]
+        raise ValueError(f"input_ids must be token ids, at least one, which lie in [0, {limit}) for this model")
     return ids
 
 

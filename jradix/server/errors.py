@@ -75,9 +75,11 @@ def response(error: Exception) -> JSONResponse:
 
 def _of_validation(error: RequestValidationError) -> dict[str, Any]:
     """Names the first field that is wrong, and what was expected and given."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(path) or None
+    # A field that may have several types is wrong for each of them; the longest path comes nearest to what was meant.
+    paths = [_path(each, error.body) for each in error.errors()]
+    path = max((path for path in paths if path[:1] == paths[0][:1]), key=len)
+    same = [each for each, other in zip(error.errors(), paths, strict=True) if other == path]
+    first, param = same[0], ".".join(path) or None
     if first["type"] == "json_invalid":
         return body(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if first["type"] == "extra_forbidden":
@@ -88,7 +90,23 @@ def _of_validation(error: RequestValidationError) -> dict[str, Any]:
         return body(400, "the body is not taken for JSON: send the header Content-Type: application/json")
     given = repr(first.get("input"))
     shown = given if len(given) <= 80 else f"{given[:77]}..."
-    return body(400, f"{param or 'the body'}: {first['msg']}, got {shown}", param)
+    expected = "; or ".join(dict.fromkeys(each["msg"] for each in same))
+    return body(400, f"{param or 'the body'}: {expected}, got {shown}", param)
+
+
+def _path(error: Mapping[str, Any], sent: Any) -> list[str]:
+    """To the field that is wrong, without the types that pydantic names where a field may have several."""
+    where, *path = error["loc"]
+    if where != "body":
+        return [str(part) for part in error["loc"]]
+    names = []
+    for part in path:
+        holds = part in sent if isinstance(sent, dict) else isinstance(sent, list) and isinstance(part, int)
+        if holds:
+            sent = sent[part]
+        if holds or error["type"] == "missing":
+            names.append(str(part))
+    return names
 
 
 def _first_word(message: str) -> str | None:

@@ -65,9 +65,10 @@ def test_every_request_of_a_crowd_is_answered(http: httpx2.Client) -> None:
             assert len(answer.json()["output_ids"]) == 150
 
 
-def test_a_batch_that_does_not_fit_the_queue_is_refused_whole(http: httpx2.Client) -> None:
+def test_a_batch_that_could_never_wait_is_refused_as_a_mistake(http: httpx2.Client) -> None:
     refused = http.post("/generate", json={"text": ["a"] * (MAX_QUEUED + 1), "sampling_params": {"max_new_tokens": 1}})
-    assert refused.status_code == 503
+    assert refused.status_code == 400
+    assert f"at most {MAX_QUEUED}, as so many requests may wait (max_queued_requests)" in refused.text
 
 
 def test_a_stream_that_is_closed_ends_its_request(http: httpx2.Client) -> None:

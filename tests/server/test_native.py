@@ -198,6 +198,8 @@ def test_each_salt_has_a_cache_of_its_own(http: httpx2.Client) -> None:
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num"),
         ({"text": "a", "priority": "high"}, "priority"),
         ({"text": "a", "return_hidden_states": 1}, "return_hidden_states"),
+        ({"text": "a", "cache_salt": True}, "cache_salt"),
+        ({"text": "a", "sampling_params": {"stop": {}}}, "stop"),
         ({"text": "a", "return_entropy": True}, "return_entropy"),
         ({"text": "a", "image_data": "x"}, "image_data"),
     ],
@@ -260,6 +262,13 @@ def test_the_cache_is_flushed_at_rest(http: httpx2.Client) -> None:
     assert wait_until_idle(http)["evictable_size"] == 0
 
 
+def test_a_field_of_two_types_is_named_with_both(http: httpx2.Client) -> None:
+    error = refusal(http, "/generate", text="a", cache_salt=[])
+    assert error["param"] == "cache_salt"
+    assert error["message"] == "cache_salt: Input should be a valid string; or Input should be a valid integer, got []"
+    assert refusal(http, "/generate", text=["a", 1])["param"] == "text.1"
+
+
 def test_the_cache_is_shown_and_explained(http: httpx2.Client) -> None:
     prompt = "explain <b>this</b> prompt"
     generate(http, text=prompt)
@@ -275,7 +284,8 @@ def test_the_cache_is_shown_and_explained(http: httpx2.Client) -> None:
     assert (other["reason"], other["diverged_at"], other["cached_tokens"]) == ("diverged", 8, 8)
     assert (other["shared_end"], other["cached_next"], other["asked_next"]) == ("explain ", "<b>this<", "nothing ")
     assert explained(messages=[{"role": "user", "content": "never said"}])["cached_tokens"] == 0
-    assert explained(input_ids=[2**31 - 1, 319, 5])["cached_tokens"] == 0, "ids that no text has"
+    assert explained(input_ids=[319, 5])["cached_tokens"] == 0, "ids that no text has"
+    assert "[0, 320)" in refusal(http, "/cache/explain", input_ids=[5, 320])["message"]
     assert "messages" in refusal(http, "/cache/explain", text="a", messages=[])["message"]
 
 

@@ -6,11 +6,11 @@
 
 Parts, in this order; one that fails is reported, and the next goes on. None begins after `--minutes`.
 
-- *kernels*: the cases of the tests, at page sizes that the kernels take, against a softmax in float64. Every slot that
-  no row owns holds NaN. The error must stay below the table `LARGEST_ERROR`.
+- *kernels*: the cases of the tests, at page sizes that the kernels take, against a softmax in float64; some with
+  pools of 8 bits too. Every slot that no row owns holds NaN. The error must stay below the table `LARGEST_ERROR`.
 - *limits*: bandwidth of a copy, FLOP/s of a matmul in bfloat16.
 - *attention*: bytes of KV a second of decode rows at contexts of 1k and 8k, FLOP/s of prompts, and their share of the
-  limits; of XLA's path as well, and of cuDNN's paged attention where jax exposes it.
+  limits; of XLA's path as well, and of cuDNN's paged attention where jax exposes it; decode from pools of 8 bits too.
 - *steps*: tokens a second of whole decode steps on random weights, at batches 1, 16, 64, 256 and context 1k.
 - *prefix*: the four workloads of `bench_prefix.py` on random weights. Each runs once untimed, which compiles.
 """
@@ -51,6 +51,8 @@ from jradix.pallas.scoring import Scoring
 
 ROOT = Path(__file__).parents[1]
 
+EIGHT_BITS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""Types of a pool, by the names that the tests give them."""
 LARGEST_ERROR = {"float32": 2e-3, "bfloat16": 3e-2}
 """By dtype, for values of about 1. XLA's path multiplies float32 with fewer digits on a TPU or a GPU."""
 
@@ -84,7 +86,7 @@ class Scale:
 FULL = Scale(limits=Sizes(stream_bytes=1 << 32, matmul_size=8192))
 SMALL = Scale(
     limits=QUICK,
-    every_case=9,
+    every_case=31,
     geometries=("smollm2-135m",),
     page_size=16,
     attention_rows=2,
@@ -100,19 +102,20 @@ SMALL = Scale(
 
 
 def kernels(scale: Scale) -> Iterator[Row]:
-    """Every case in both dtypes by this device's kernels, and some by XLA's path."""
+    """Every case in both dtypes by this device's kernels, and some by XLA's path and with pools of 8 bits."""
     sys.path.append(str(ROOT))
     cases = import_module("tests.pallas.cases")
-    for index, case in enumerate(cases.CASES[:: scale.every_case]):
-        paged = replace(case, page_size=max(16, case.page_size))
-        for dtype in ("float32", "bfloat16"):
-            geometry = Geometry(case.q_heads, case.kv_heads, case.head_dim, paged.page_size, dtype)
+    for number, case in list(enumerate(cases.CASES))[:: scale.every_case]:
+        narrow = [("bfloat16", to) for to in EIGHT_BITS if number % 8 == {"int8": 1, "fp8": 7}[to]]
+        for dtype, to in [("float32", None), ("bfloat16", None), *narrow]:
+            paged = replace(case, page_size=max(32 if to else 16, case.page_size))
+            geometry = Geometry(case.q_heads, case.kv_heads, case.head_dim, paged.page_size, dtype, EIGHT_BITS.get(to))
             chosen = choose_kernels(geometry, MAX_PAGES)
             xla = replace(XLA, joined_pages=chosen.joined_pages)
-            for by in ([chosen] if chosen.name != "xla" else []) + ([xla] if index % 5 == 0 else []):
-                label = {"case": case.name, "dtype": dtype, "by": by.name, "passed": False}
-                yield attempted(label, partial(check_case, cases, paged, dtype, by))
-            if index == 0:
+            for by in ([chosen] if chosen.name != "xla" else []) + ([xla] if number % 5 == 0 or to else []):
+                label = {"case": case.name, "dtype": dtype, "pool": to or dtype, "by": by.name, "passed": False}
+                yield attempted(label, partial(check_case, cases, paged, dtype, by, to))
+            if number == 0:
                 label = {"case": "write of tokens", "dtype": dtype, "by": chosen.name, "passed": False}
                 yield attempted(label, partial(check_write, cases, replace(paged, cached=(60,)), dtype, chosen))
 
@@ -125,9 +128,10 @@ def attempted(label: Row, measure: Callable[[], Row]) -> Row:
         return label | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
-def check_case(cases: ModuleType, case: Any, dtype: str, implementation: Kernels) -> Row:
-    """One of the cases of the tests' module `cases`."""
+def check_case(cases: ModuleType, case: Any, dtype: str, implementation: Kernels, to: str | None = None) -> Row:
+    """One of the cases of the tests' module `cases`, with a pool of `dtype` or narrowed `to` one of 8 bits."""
     inputs = cases.make_inputs(case, jnp.dtype(dtype))
+    inputs = cases.narrowed(inputs, to) if to else inputs
     pool = inputs.joined_pool() if implementation.joined_pages else inputs.pool
     arrays = (pool, inputs.page_table, inputs.seq_lens)
     want = cases.dense_attention(case, inputs)
@@ -138,6 +142,7 @@ def check_case(cases: ModuleType, case: Any, dtype: str, implementation: Kernels
         decode = jax.jit(partial(ops.decode_attention, scoring=inputs.scoring, kernels=implementation))
         got = decode(inputs.q[: len(case.new)], *arrays, sinks=inputs.sinks)
         error = max(error, np.abs(np.asarray(got, np.float64) - want[: len(case.new)]).max())
+    error /= cases.NARROW[to] if to else 1
     passed = bool(error <= LARGEST_ERROR[dtype])  # NaN is not
     return {"largest error": float(error), "passed": passed}
 
@@ -178,6 +183,11 @@ def attention(scale: Scale) -> Iterator[Row]:
                 yield attempted(label, partial(measure_decode, scale, geometry, by, context))
             for prompt in scale.prompts:
                 yield attempted(label, partial(measure_prompt, geometry, by, *prompt))
+        for pool in EIGHT_BITS.values():
+            narrow = geometry._replace(kv_dtype=pool)
+            by = choose_kernels(narrow, MAX_PAGES)
+            label = {"model": name, "by": by.name, "pool": pool}
+            yield attempted(label, partial(measure_decode, scale, narrow, by, scale.contexts[-1]))
         for context in scale.contexts if jax.default_backend() == "gpu" else ():
             yield attempted({"model": name, "by": "cudnn"}, partial(measure_cudnn, scale, geometry, context))
 
@@ -186,7 +196,8 @@ def random_pool(geometry: Geometry, num_pages: int, implementation: Kernels) -> 
     shape = KVLayout(
         1, num_pages, geometry.page_size, geometry.kv_heads, geometry.head_dim, implementation.joined_pages
     ).shape
-    return jax.random.normal(jax.random.key(0), shape, geometry.dtype)
+    numbers = jax.random.normal(jax.random.key(0), shape, geometry.dtype)
+    return numbers if geometry.kv_dtype is None else (24 * numbers).astype(geometry.kv_dtype)
 
 
 def scattered_table(rows: int, pages: int) -> jax.Array:
@@ -209,7 +220,7 @@ def measure_decode(scale: Scale, geometry: Geometry, implementation: Kernels, co
 
 
 def decode_bytes(geometry: Geometry, rows: int, context: int) -> int:
-    return rows * context * 2 * geometry.kv_heads * geometry.head_dim * geometry.itemsize
+    return rows * context * 2 * geometry.kv_heads * geometry.head_dim * geometry.pool_itemsize
 
 
 def measure_prompt(geometry: Geometry, implementation: Kernels, rows: int, new: int, cached: int) -> Row:

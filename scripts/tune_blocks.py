@@ -72,7 +72,7 @@ def _tpu_variants(chosen: Any, kind: str, geometry: Geometry) -> Iterator[Any]:
 def _gpu_variants(chosen: Any, geometry: Geometry) -> Iterator[Any]:
     for warpgroups, block_len, stages in itertools.product((1, 2), (64, 128, 256), (2, 3, 4)):
         blocks = replace(chosen, warpgroups=warpgroups, block_len=block_len, stages=stages)
-        if blocks.shared_bytes(geometry.head_dim) <= gpu_blocks.SHARED_MEMORY and blocks.lines >= geometry.group:
+        if blocks.shared_bytes(geometry) <= gpu_blocks.SHARED_MEMORY and blocks.lines >= geometry.group:
             yield blocks
 
 

@@ -15,6 +15,8 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 SHARED_MEMORY = 232_448
 """Bytes that a thread block may have."""
+NARROW = ("int8", "float8_e4m3fn")
+"""What keys and values may be besides what queries are: 8 bits, widened in shared memory."""
 MAX_GROUP = 2 * LINES
 """Query heads of a KV head: a third computing warpgroup would leave too few registers to each."""
 
@@ -37,10 +39,13 @@ class Blocks:
     def lines(self) -> int:
         return self.warpgroups * LINES
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory for 16-bit queries, keys, values and weights, and what reductions and barriers take."""
-        numbers = self.lines * (head_dim + self.block_len) + 2 * self.stages * self.block_len * head_dim
-        return 2 * numbers + 4 * self.lines + 4096
+    def shared_bytes(self, geometry: Geometry) -> int:
+        """Shared memory for 16-bit queries and weights, keys and values, and what reductions and barriers take."""
+        block = 2 * self.block_len * geometry.head_dim
+        kept = self.stages * block * geometry.pool_itemsize
+        if geometry.pool_itemsize == 1:
+            kept += 2 * block  # one of them in 16 bits
+        return 2 * self.lines * (geometry.head_dim + self.block_len) + kept + 4 * self.lines + 4096
 
 
 DECODE = {64: Blocks(1, 64, 4), 128: Blocks(1, 128, 2), 256: Blocks(1, 64, 2)}
@@ -61,7 +66,11 @@ def extend_blocks(geometry: Geometry) -> Blocks:
 
 def _fitting(table: dict[int, Blocks], geometry: Geometry) -> Blocks:
     blocks = table[min(size for size in table if size >= geometry.head_dim)]
-    return replace(blocks, warpgroups=max(blocks.warpgroups, -(-geometry.group // LINES)))
+    blocks = replace(blocks, warpgroups=max(blocks.warpgroups, -(-geometry.group // LINES)))
+    if geometry.pool_itemsize == 1:
+        more = replace(blocks, stages=blocks.stages + 1)  # in 8 bits they are half as long on their way
+        return more if more.shared_bytes(geometry) <= SHARED_MEMORY else blocks
+    return blocks
 
 
 def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
@@ -72,8 +81,8 @@ def unsupported(geometry: Geometry, compute_capability: str) -> list[str]:
         reasons.append(f"wgmma instructions need compute capability 9, this GPU has {compute_capability or 'none'}")
     if dtype not in ("bfloat16", "float16"):
         reasons.append(f"tensor cores multiply bfloat16 and float16, not {dtype}")
-    if geometry.pool_dtype != dtype:
-        reasons.append(f"tensor cores multiply keys and values as they lie, in {dtype}, not {geometry.pool_dtype}")
+    if geometry.pool_dtype not in (dtype, *NARROW):
+        reasons.append(f"keys and values of {geometry.pool_dtype} are not widened, only {' and '.join(NARROW)} are")
     if head_dim % 16 or not 16 <= head_dim <= max(DECODE):
         reasons.append(f"head_dim {head_dim} is no multiple of 16 up to {max(DECODE)}")
     if geometry.q_heads % geometry.kv_heads:

@@ -6,6 +6,9 @@ al., 2024). Query heads of a KV head are lines of one matmul. The softmax is onl
 powers of two. Blocks of a tile may be split among thread blocks, which is how few rows fill a GPU (FlashDecoding, Dao
 et al., 2023): each yields a normalized mix of values and the logarithm of its denominator, which is all that `merge`
 needs, and also all that it takes to add an attention sink afterwards, so the kernel knows nothing of sinks.
+
+Tensor cores multiply 16 bits from shared memory. A pool of 8 bits streams through the same ring in 8, and the copying
+warpgroup, which has little to do, widens a block there before it lets the next one take its place.
 """
 
 import math
@@ -51,6 +54,7 @@ class _Plan(NamedTuple):
     kv_heads: int
     page_size: int
     head_dim: int
+    widens: bool
 
     @property
     def piece(self) -> int:
@@ -76,35 +80,42 @@ class _Shared(NamedTuple):
     """References to what the warpgroups of a thread block share.
 
     q: `[warpgroups, LINES, head_dim]`, SMEM, 16 bits; holds the output in the end.
-    keys, values: `[stages, block_len, head_dim]`, SMEM, 16 bits.
+    keys, values: `[stages, block_len, head_dim]`, SMEM, typed like the pool.
+    wide: `[2, block_len, head_dim]`, SMEM, 16 bits, keys and values of one block; None if the pool has 16 bits.
     weights: `[warpgroups, LINES, block_len]`, SMEM, 16 bits.
     lse: `[warpgroups, LINES]`, SMEM, f32.
-    q_arrived, arrived, freed: barriers, one for each warpgroup's queries and two for each stage.
+    q_arrived, arrived: barriers, one for each warpgroup's queries and one for each stage.
+    widened: barriers, for keys and values; None without `wide`.
+    freed: barriers: what was multiplied may be overwritten, of `wide` keys and values, else each stage.
     cleaned: a barrier, used once: the last block is clean.
     """
 
     q: Any
     keys: Any
     values: Any
+    wide: Any
     weights: Any
     lse: Any
     q_arrived: Any
     arrived: Any
+    widened: Any
     freed: Any
     cleaned: Any
 
     @classmethod
-    def types(cls, plan: _Plan, dtype: jnp.dtype) -> "_Shared":
+    def types(cls, plan: _Plan, dtype: jnp.dtype, pool_dtype: jnp.dtype) -> "_Shared":
         workers, block_len, stages = plan.blocks.warpgroups, plan.blocks.block_len, plan.blocks.stages
         return cls(
             q=plgpu.SMEM((workers, LINES, plan.head_dim), dtype),
-            keys=plgpu.SMEM((stages, block_len, plan.head_dim), dtype),
-            values=plgpu.SMEM((stages, block_len, plan.head_dim), dtype),
+            keys=plgpu.SMEM((stages, block_len, plan.head_dim), pool_dtype),
+            values=plgpu.SMEM((stages, block_len, plan.head_dim), pool_dtype),
+            wide=plgpu.SMEM((2, block_len, plan.head_dim), dtype) if plan.widens else None,
             weights=plgpu.SMEM((workers, LINES, block_len), dtype),
             lse=plgpu.SMEM((workers, LINES), jnp.float32),
             q_arrived=plgpu.Barrier(num_barriers=workers),
             arrived=plgpu.Barrier(num_arrivals=2 * block_len // plan.piece, num_barriers=stages),
-            freed=plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            widened=plgpu.Barrier(num_barriers=2) if plan.widens else None,
+            freed=plgpu.Barrier(num_arrivals=workers, num_barriers=2 if plan.widens else stages),
             cleaned=plgpu.Barrier(),
         )
 
@@ -135,7 +146,8 @@ def attend(
     num_tiles, kv_heads, lines, head_dim = tiles.q.shape
     assert kv_heads == kv_heads_of(pool)
     assert lines == blocks.lines or lines <= LINES == blocks.lines
-    plan = _Plan(scoring, group, splits, blocks, lines, kv_heads, page_size_of(pool), head_dim)
+    widens = pool.dtype != tiles.q.dtype
+    plan = _Plan(scoring, group, splits, blocks, lines, kv_heads, page_size_of(pool), head_dim, widens)
 
     def paged_attention(*refs: Any) -> None:  # profiles show this name
         _kernel(plan, *refs)
@@ -146,7 +158,7 @@ def attend(
             jax.ShapeDtypeStruct((splits, *tiles.q.shape), tiles.q.dtype),
             jax.ShapeDtypeStruct((splits, num_tiles, kv_heads, blocks.lines), jnp.float32),
         ],
-        scratch_types=[_Shared.types(plan, tiles.q.dtype)],
+        scratch_types=[_Shared.types(plan, tiles.q.dtype, pool.dtype)],
         grid=(num_tiles, kv_heads, splits),
         grid_names=("tile", "head", "split"),
         num_threads=blocks.warpgroups + 1,
@@ -161,7 +173,7 @@ def attend(
 def _kernel(
     plan: _Plan,
     q: Any,  # [tiles, kv_heads, lines, head_dim], GMEM, 16 bits
-    pool: Any,  # [pages * kv_heads * 2, page_size, head_dim], GMEM, 16 bits
+    pool: Any,  # [pages * kv_heads * 2, page_size, head_dim], GMEM, 8 or 16 bits
     table: Any,  # [rows, max_pages], GMEM, int32
     rows: Any,  # [tiles], GMEM, int32, as are firsts and ends
     firsts: Any,
@@ -233,7 +245,7 @@ def _copy_blocks(plan: _Plan, walk: _Walk, pool: Any, pages: Any, head: jax.Arra
 
         @pl.when(block - walk.start >= plan.blocks.stages)
         def _() -> None:
-            plgpu.barrier_wait(shared.freed.at[stage])
+            _vacate(plan, stage, shared)
 
         for i, (position, page) in enumerate(zip(positions, ids, strict=True)):
             in_page = pl.ds(lax.rem(position, plan.page_size), plan.piece)
@@ -252,7 +264,29 @@ def _copy_blocks(plan: _Plan, walk: _Walk, pool: Any, pages: Any, head: jax.Arra
 
     @pl.loop(jnp.maximum(walk.start, walk.stop - plan.blocks.stages), walk.stop)
     def _(block: jax.Array) -> None:  # leaves no barrier with an arrival that nobody has waited for
-        plgpu.barrier_wait(shared.freed.at[walk.stage(plan, block)])
+        _vacate(plan, walk.stage(plan, block), shared)
+
+    if plan.widens:
+        for which in KEY, VALUE:
+            plgpu.barrier_wait(shared.freed.at[which])
+
+
+def _vacate(plan: _Plan, stage: jax.Array, shared: _Shared) -> None:
+    """Ends when nobody needs the block in a stage any more: it was multiplied, or widened."""
+    if not plan.widens:
+        plgpu.barrier_wait(shared.freed.at[stage])
+        return
+    plgpu.barrier_wait(shared.arrived.at[stage])
+    for which, narrow in (KEY, shared.keys), (VALUE, shared.values):
+        plgpu.barrier_wait(shared.freed.at[which])
+        shared.wide[which] = _widened(narrow[stage], shared.wide.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.widened.at[which])
+
+
+def _widened(narrow: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The same numbers in 16 bits, by way of the type that instructions widen to."""
+    return narrow.astype(jnp.bfloat16 if narrow.dtype == jnp.int8 else jnp.float16).astype(dtype)
 
 
 def _compute(plan: _Plan, walk: _Walk, worker: jax.Array, shared: _Shared) -> None:
@@ -261,12 +295,24 @@ def _compute(plan: _Plan, walk: _Walk, worker: jax.Array, shared: _Shared) -> No
     line = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     q_pos = walk.first + lax.div(line + worker * LINES, plan.group)
+    if plan.widens:
+        for which in KEY, VALUE:
+            plgpu.barrier_arrive(shared.freed.at[which])  # nothing is there yet
 
     def add_block(block: jax.Array, softmax: tuple[jax.Array, jax.Array, list[jax.Array]]) -> Any:
         top, total, mixed = softmax
         stage, position = walk.stage(plan, block), walk.position(plan, block)
-        plgpu.barrier_wait(shared.arrived.at[stage])
-        products = _matmul(shared.q.at[worker], shared.keys.at[stage].T)
+        if plan.widens:
+            # The compiler must not know the index: it would keep the addresses of all factors in registers.
+            zero = jnp.minimum(block, 0)
+            keys, values = shared.wide.at[KEY + zero], shared.wide.at[VALUE + zero]
+            plgpu.barrier_wait(shared.widened.at[KEY])
+        else:
+            keys, values = shared.keys.at[stage], shared.values.at[stage]
+            plgpu.barrier_wait(shared.arrived.at[stage])
+        products = _matmul(shared.q.at[worker], keys.T)
+        if plan.widens:
+            plgpu.barrier_arrive(shared.freed.at[KEY])
         scores = jnp.where(plan.scoring.seen(q_pos, position + column), plan.scoring.capped(products), MASKED)
         new_top = jnp.maximum(top, scores.max(axis=1))
         weights = jnp.exp2((scores - lax.broadcast_in_dim(new_top, shape, [0])) * plan.exponent)
@@ -274,16 +320,18 @@ def _compute(plan: _Plan, walk: _Walk, worker: jax.Array, shared: _Shared) -> No
         total = total * decay + weights.sum(axis=1)
         shared.weights[worker] = weights.astype(shared.weights.dtype)
         plgpu.commit_smem()
+        if plan.widens:
+            plgpu.barrier_wait(shared.widened.at[VALUE])
 
         @pl.when(position + plan.blocks.block_len > walk.end)
         def _() -> None:
-            _clean(walk.end - position, worker, shared.values.at[stage], shared.cleaned)
+            _clean(walk.end - position, worker, values, shared.cleaned)
 
         mixed = [
-            _scaled(chunk, decay) + _matmul(shared.weights.at[worker], shared.values.at[stage, :, columns])
+            _scaled(chunk, decay) + _matmul(shared.weights.at[worker], values.at[:, columns])
             for chunk, columns in zip(mixed, plan.chunks, strict=True)
         ]
-        plgpu.barrier_arrive(shared.freed.at[stage])
+        plgpu.barrier_arrive(shared.freed.at[VALUE if plan.widens else stage])
         return new_top, total, mixed
 
     per_line = plgpu.Layout.WGMMA.reduce(1)

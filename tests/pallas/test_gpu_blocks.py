@@ -10,11 +10,12 @@ LLAMA = Geometry(q_heads=32, kv_heads=8, head_dim=128, page_size=16, dtype="bflo
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
 @pytest.mark.parametrize("group", [1, 3, 8, 64, 65, MAX_GROUP])
-def test_whatever_is_covered_has_blocks_that_fit(head_dim: int, group: int) -> None:
-    geometry = LLAMA._replace(q_heads=group, kv_heads=1, head_dim=head_dim)
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+def test_whatever_is_covered_has_blocks_that_fit(head_dim: int, group: int, kv_dtype: str | None) -> None:
+    geometry = LLAMA._replace(q_heads=group, kv_heads=1, head_dim=head_dim, kv_dtype=kv_dtype)
     assert not unsupported(geometry, "9.0")
     for blocks in decode_blocks(geometry), extend_blocks(geometry):
-        assert blocks.shared_bytes(head_dim) <= SHARED_MEMORY
+        assert blocks.shared_bytes(geometry) <= SHARED_MEMORY
         assert blocks.lines >= group
         assert blocks.block_len % 64 == 0, "registers hold lines of values 64 at a time"
 
@@ -25,6 +26,7 @@ def test_whatever_is_covered_has_blocks_that_fit(head_dim: int, group: int) -> N
         (LLAMA, "8.0", "compute capability 9, this GPU has 8.0"),
         (LLAMA, "10.0", "compute capability 9, this GPU has 10.0"),
         (LLAMA._replace(dtype="float32"), "9.0", "not float32"),
+        (LLAMA._replace(kv_dtype="float16"), "9.0", "keys and values of float16"),
         (LLAMA._replace(head_dim=72), "9.0", "head_dim 72"),
         (LLAMA._replace(head_dim=512), "9.0", "head_dim 512"),
         (LLAMA._replace(page_size=4), "9.0", "page size 4"),

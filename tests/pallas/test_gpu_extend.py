@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jradix.pallas.gpu_extend import extend_attention
-from tests.pallas.cases import TOLERANCE, Case, dense_attention, make_inputs
+from tests.pallas.cases import NARROW, TOLERANCE, Case, Inputs, dense_attention, make_inputs, narrowed
 from tests.pallas.gpu_cases import BLOCKS, EXTEND_CASES, INTERPRET, lines_of_no_query_may_be_nan
 
 SOME = [
@@ -25,9 +25,9 @@ SOME = [
 pytestmark = lines_of_no_query_may_be_nan
 
 
-def extended(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel yields and what it should."""
-    inputs = make_inputs(case, jnp.bfloat16)
+def extended(case: Case, inputs: Inputs | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel yields and what it should; for the case's own inputs by default."""
+    inputs = inputs or make_inputs(case, jnp.bfloat16)
     attend = jax.jit(extend_attention, static_argnames=("scoring", "blocks", "interpret"))
     got = attend(*inputs.arrays(), inputs.scoring, inputs.sinks, blocks=BLOCKS, interpret=INTERPRET)
     assert got.dtype == jnp.bfloat16
@@ -39,6 +39,12 @@ def extended(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def test_extend_equals_the_reference_whatever_unowned_slots_hold(name: str) -> None:
     got, want = extended(EXTEND_CASES[name])
     np.testing.assert_allclose(got, want, atol=TOLERANCE[jnp.bfloat16])
+
+
+def test_a_pool_of_int8_is_read_as_the_numbers_that_it_holds() -> None:
+    case = replace(EXTEND_CASES["one kv head for all"], cached=(200, 0), new=(20, 5), window=150)
+    got, want = extended(case, narrowed(make_inputs(case, jnp.bfloat16), "int8"))
+    np.testing.assert_allclose(got / NARROW["int8"], want / NARROW["int8"], atol=TOLERANCE[jnp.bfloat16])
 
 
 @pytest.mark.skipif(not hasattr(INTERPRET, "on_race"), reason="jax before 0.12 prints races and goes on")

@@ -30,6 +30,13 @@ def test_hopper_has_kernels_and_older_gpus_take_the_xla_path() -> None:
     assert "8.0" in older.reasons[0]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_pools_of_8_bits_have_kernels_on_hopper_whatever_the_page_size(dtype: str, kv_dtype: str) -> None:
+    kernels = choose("gpu", "9.0", LLAMA._replace(dtype=dtype, kv_dtype=kv_dtype, page_size=8), max_pages=512)
+    assert (kernels.name, kernels.reasons) == ("gpu", ())
+
+
 @pytest.mark.parametrize(
     ("platform", "device", "change", "reason"),
     [
@@ -37,7 +44,7 @@ def test_hopper_has_kernels_and_older_gpus_take_the_xla_path() -> None:
         ("tpu", "TPU v6 lite", {"head_dim": 512}, "head_dim 512"),
         ("tpu", "TPU v6 lite", {"dtype": "float16"}, "float16"),
         ("gpu", "9.0", {"dtype": "float32"}, "float32"),
-        ("gpu", "9.0", {"kv_dtype": "int8"}, "in bfloat16, not int8"),
+        ("gpu", "9.0", {"kv_dtype": "float8_e5m2"}, "keys and values of float8_e5m2"),
         ("tpu", "TPU v6 lite", {"kv_dtype": "float16"}, "keys and values of float16"),
         ("gpu", "9.0", {"head_dim": 40}, "head_dim 40"),
         ("gpu", "9.0", {"q_heads": 7, "kv_heads": 2}, "7 query heads"),

@@ -23,7 +23,9 @@ def test_every_part_reports_rows(check: Any, tmp_path: Path, capsys: pytest.Capt
     assert all(row["largest error"] <= check.LARGEST_ERROR[row["dtype"]] for row in report["parts"]["kernels"]["rows"])
     assert [row["batch"] for row in report["parts"]["steps"]["rows"]] == [2]
     assert all({"of copy", "of matmul"} & row.keys() for row in report["parts"]["attention"]["rows"])
-    assert len(report["parts"]["attention"]["rows"]) == 3, "nothing is measured twice"
+    pools = [row.get("pool") for row in report["parts"]["attention"]["rows"]]
+    assert pools == [None] * 3 + list(check.EIGHT_BITS.values()), "nothing is measured twice"
+    assert "fp8" in {row["pool"] for row in report["parts"]["kernels"]["rows"]}
     [prefix] = report["parts"]["prefix"]["rows"]
     assert prefix["cached"] > 0
     printed = capsys.readouterr().out

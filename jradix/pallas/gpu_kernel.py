@@ -304,7 +304,7 @@ def _compute(plan: _Plan, walk: _Walk, worker: jax.Array, shared: _Shared) -> No
         stage, position = walk.stage(plan, block), walk.position(plan, block)
         if plan.widens:
             # The compiler must not know the index: it would keep the addresses of all factors in registers.
-            zero = jnp.minimum(block, 0)
+            zero = jnp.minimum(walk.end - 1 - position, 0)
             keys, values = shared.wide.at[KEY + zero], shared.wide.at[VALUE + zero]
             plgpu.barrier_wait(shared.widened.at[KEY])
         else:

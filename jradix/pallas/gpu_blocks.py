@@ -28,7 +28,7 @@ class Blocks:
     Attributes:
         warpgroups: that compute, `LINES` lines of queries each; one more copies.
         block_len: positions of keys and values that arrive and are multiplied together.
-        stages: blocks that shared memory holds.
+        stages: blocks that shared memory holds as they come, of 8 bits one more in 16.
     """
 
     warpgroups: int
@@ -44,7 +44,7 @@ class Blocks:
         block = 2 * self.block_len * geometry.head_dim
         kept = self.stages * block * geometry.pool_itemsize
         if geometry.pool_itemsize == 1:
-            kept += 2 * block  # one of them in 16 bits
+            kept += 2 * block
         return 2 * self.lines * (geometry.head_dim + self.block_len) + kept + 4 * self.lines + 4096
 
 
@@ -68,7 +68,7 @@ def _fitting(table: dict[int, Blocks], geometry: Geometry) -> Blocks:
     blocks = table[min(size for size in table if size >= geometry.head_dim)]
     blocks = replace(blocks, warpgroups=max(blocks.warpgroups, -(-geometry.group // LINES)))
     if geometry.pool_itemsize == 1:
-        more = replace(blocks, stages=blocks.stages + 1)  # in 8 bits they are half as long on their way
+        more = replace(blocks, stages=blocks.stages + 1)  # with half the bytes on their way in each
         return more if more.shared_bytes(geometry) <= SHARED_MEMORY else blocks
     return blocks
 

@@ -27,6 +27,11 @@ from jradix.pallas.scoring import LOG2_E, MASKED, Scoring
 CHUNK = 128
 """Columns of the output that are multiplied at a time: twice as many accumulators would leave the registers."""
 
+WIDENING = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 32), (16, 32), (8, 32), (8,))), warp_dims=(-7,), lane_dims=(-2, -3), vector_dim=-1
+)
+"""Whole lines of 32 numbers: a thread loads 8 of 8 bits at once and stores them in 16, no two in the same bank."""
+
 
 class Tiles(NamedTuple):
     """Queries cut into tiles of one row each.
@@ -279,7 +284,10 @@ def _vacate(plan: _Plan, stage: jax.Array, shared: _Shared) -> None:
     plgpu.barrier_wait(shared.arrived.at[stage])
     for which, narrow in (KEY, shared.keys), (VALUE, shared.values):
         plgpu.barrier_wait(shared.freed.at[which])
-        shared.wide[which] = _widened(narrow[stage], shared.wide.dtype)
+        lines = narrow[stage]
+        if plan.head_dim % 32 == 0:
+            lines = plgpu.layout_cast(lines, WIDENING)
+        shared.wide[which] = _widened(lines, shared.wide.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.widened.at[which])
 

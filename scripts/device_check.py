@@ -91,13 +91,13 @@ SMALL = Scale(
     page_size=16,
     attention_rows=2,
     contexts=(64,),
-    prompts=((1, 48, 0), (2, 16, 32)),
+    prompts=((2, 16, 32),),
     step_models=("qwen3-0.6b",),
     batches=(2,),
     step_context=48,
     num_steps=3,
     scenarios=QUICK_SCENARIOS[:1],
-    model_fields=(("num_hidden_layers", 2), ("vocab_size", 512), ("hidden_size", 64), ("intermediate_size", 128)),
+    model_fields=(("num_hidden_layers", 1), ("vocab_size", 512), ("hidden_size", 64), ("intermediate_size", 128)),
 )
 
 

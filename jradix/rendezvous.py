@@ -1,7 +1,8 @@
 """The processes of an engine meet at process 0 before jax joins them, and are told why if that cannot be.
 
-jax would wait for minutes for a process that never comes, and ends processes that were given the same rank or another
-number of them, which cannot be caught. So they meet first at the port that jax is about to use, and leave it free.
+jax waits for minutes for one that never comes, and then aborts the others, as it does at once where two have the same
+rank: that cannot be caught, and does not say who is missing. So they meet at the port that jax is about to use, and
+leave it free.
 """
 
 import logging

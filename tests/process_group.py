@@ -60,7 +60,7 @@ class ProcessGroup:
             ended = [place for place, process in enumerate(self.processes) if process.poll() is not None]
             assert not ended, f"process {ended[0]} has ended:\n{self.log(ended[0])}"
             assert time.monotonic() < give_up, self.log(0)
-            time.sleep(0.02)
+            time.sleep(0.1)
         return json.loads((self.folder / f"{name}.json").read_text())
 
     def status(self, place: int) -> int:

@@ -105,6 +105,7 @@ def test_two_processes_compile_nothing_after_a_strict_warm_up_and_have_pools_of_
         ((0, 1, 1), 0, "node_rank 1 was given to two processes, on "),
         ((0, 1), 1, "nnodes must be the same in all processes: process 0 has 3, process 1 on "),
     ],
+    ids=["the same rank", "other numbers"],
 )
 def test_processes_that_cannot_start_end_and_say_why(
     ranks: tuple[int, ...], more: int, message: str, tmp_path: Path

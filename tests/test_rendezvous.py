@@ -10,7 +10,7 @@ import pytest
 from jradix.rendezvous import meet
 from tests.process_group import free_port
 
-SECONDS = 60
+SECONDS = 20
 """To come; none of those that wait for somebody needs so long."""
 SOON = 0.5
 """For those that wait in vain."""

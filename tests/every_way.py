@@ -42,7 +42,8 @@ class Case:
         """Of a tiny model, or of SmolLM2 as GGUF."""
         if path.suffix == ".gguf":
             few = [SMOLLM2[0], SMOLLM2[1], SMOLLM2[3]]  # two of a conversation, one without; a step takes half a second
-            return cls(path, [c["prompt_ids"] for c in few], [c["greedy_ids"][:12] for c in few], SMOLLM2_OPTIONS)
+            prompts, expected = [c["prompt_ids"] for c in few], [c["greedy_ids"][:12] for c in few]
+            return cls(path, prompts, expected, SMOLLM2_OPTIONS | {"page_size": 4})
         golden = Golden(path)
         return cls(path, golden.prompts, golden.greedy_ids, TINY_OPTIONS)
 
@@ -97,5 +98,9 @@ class Case:
         assert answers["cached_tokens_without_a_cache"] == 0
 
     def _pages_for_all(self, page_size: int) -> int:
-        lengths = [len(prompt) + len(ids) for prompt, ids in zip(self.prompts, self.expected, strict=True)]
-        return sum(-(-length // page_size) for length in lengths)
+        """Of which requests share those that are full and the same."""
+        pages: set[tuple[int, ...]] = set()
+        for prompt, answer in zip(self.prompts, self.expected, strict=True):
+            ids = [*prompt, *answer]
+            pages |= {tuple(ids[:end]) for end in range(page_size, len(ids) + page_size, page_size)}
+        return len(pages)

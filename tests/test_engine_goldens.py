@@ -30,7 +30,8 @@ def test_a_tiny_model_gives_the_tokens_of_transformers_every_way(name: str, tiny
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Engine:
-    engine = Engine(model_path=str(smollm2_path), **SMOLLM2_OPTIONS | {"skip_tokenizer_init": False})
+    options = SMOLLM2_OPTIONS | {"skip_tokenizer_init": False}
+    engine = Engine(model_path=str(smollm2_path), **options)
     use_one_bucket(engine)
     return engine
 

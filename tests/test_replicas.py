@@ -332,7 +332,12 @@ def test_replicas_compile_nothing_after_a_strict_warm_up_which_knows_the_process
     tiny_text_path: Path, tiny_engine: Engine
 ) -> None:
     """Of one row and one prompt token a step, so that there are few programs."""
-    few = {"max_running_requests": 1, "chunked_prefill_size": 1, "context_length": 16, "max_total_tokens": 64}
+    few: dict[str, Any] = {
+        "max_running_requests": 1,
+        "chunked_prefill_size": 1,
+        "context_length": 16,
+        "max_total_tokens": 64,
+    }
     prompts = unrelated(6, 5, seed=9)
     plain, processed = greedy(3), greedy(3, custom_logit_processor=prefer_even, custom_params=[9.0])
     params = [plain, plain, processed, processed, processed, processed]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_a_tiny_model_gives_the_tokens_of_transformers_every_way(name: str, tiny
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Engine:
-    options = SMOLLM2_OPTIONS | {"skip_tokenizer_init": False}
+    options: dict[str, Any] = SMOLLM2_OPTIONS | {"skip_tokenizer_init": False}
     engine = Engine(model_path=str(smollm2_path), **options)
     use_one_bucket(engine)
     return engine

@@ -1,16 +1,19 @@
 # make demo and make test work on a fresh machine: each sets up .venv first.
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench aot aot-tp aot-gpu aot-gpu-tp lock clean venv-demo venv-dev venv-cuda
+.PHONY: help demo test test-thorough lint format bench aot aot-tp aot-gpu aot-gpu-tp lock clean venv-demo venv-dev venv-cuda
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: venv-demo ## run a real model twice on prompts that share a prefix, and show the cache hit
 	$(BIN)/jradix demo
 
-test: lint ## lint, types and all tests (PYTEST_ARGS="-k name" narrows the tests)
+test: lint ## lint, types and tests (PYTEST_ARGS="-k name" narrows the tests)
 	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-thorough: venv-dev ## the tests that are too many for make test: every model on several devices and processes
+	$(BIN)/pytest -n 2 --dist loadfile -m thorough $(PYTEST_ARGS)
 
 lint: venv-dev ## formatting, lint rules and types; changes nothing
 	$(BIN)/ruff format --check .

@@ -28,6 +28,7 @@ from jax._src.distributed import global_state  # knows the address of process 0,
 
 from jradix import mesh
 from jradix.config import FOUND_BY_JAX, EngineConfig
+from jradix.rendezvous import listen, meet
 
 LOG = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ def join(config: EngineConfig) -> EngineConfig:
     Returns the configuration with `nnodes` and `node_rank` as they are.
 
     Raises:
-        ValueError: jax has been used, does not find the others, or was initialized with other numbers.
+        ValueError: jax has been used, the processes do not meet (see `rendezvous`), or jax was initialized with other
+            numbers.
     """
     address = config.dist_init_addr
     if address is None or (config.nnodes == 1 and address != FOUND_BY_JAX):
@@ -61,6 +63,7 @@ def join(config: EngineConfig) -> EngineConfig:
     if not jax.distributed.is_initialized():
         given: dict[str, Any] = {}
         if address != FOUND_BY_JAX:
+            meet(address, config.node_rank, config.nnodes)
             given = {"coordinator_address": address, "num_processes": config.nnodes, "process_id": config.node_rank}
         try:
             # At their exit all processes wait for each other, and process 0 may have other things to do before.
@@ -263,11 +266,7 @@ def _accept_others(num_processes: int) -> dict[int, Connection]:
     """By rank. Whoever else connects does not know the key, and is sent away."""
     key = secrets.token_bytes(32)
     connections: dict[int, Connection] = {}
-    if socket.has_dualstack_ipv6():
-        server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        server = socket.create_server(("", 0))
-    with server:
+    with listen(0) as server:
         server.settimeout(_SECONDS_TO_CONNECT)
         _store().key_value_set(_STORE_KEY, f"{server.getsockname()[1]} {key.hex()}")
         while len(connections) < num_processes - 1:

@@ -1,50 +1,28 @@
 """The engine's greedy tokens against those of transformers, whichever way a prompt reaches the model."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jradix import Engine
+from tests.every_way import SMOLLM2, SMOLLM2_OPTIONS, TINY_NAMES, Case
 from tests.tiny_engine import Golden, greedy, logits_after, output_ids, start, use_one_bucket
 
-# Those that differ in what the engine sees of them: heads, windows, experts. tests/model has the rest.
-TINY_NAMES = ["gemma3_text", "gpt_oss", "llama", "llama_mqa", "mistral_window", "phi3", "qwen3_wide", "qwen3_moe_mixed"]
-SMOLLM2 = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["prompts"]
+# Those that differ in what the engine sees of them, heads, windows, experts, are enough each time.
+EXAMPLES = {"gemma3_text", "gpt_oss", "llama", "llama_mqa", "mistral_window", "phi3", "qwen3_wide", "qwen3_moe_mixed"}
+NAMES = [name if name in EXAMPLES else pytest.param(name, marks=pytest.mark.thorough) for name in TINY_NAMES]
 
 
-@pytest.mark.parametrize("name", TINY_NAMES)
-def test_a_tiny_model_gives_the_tokens_of_transformers(name: str, tiny_path: Callable[[str], Path]) -> None:
-    """One engine for all ways to arrive: its two programs are what this test spends its time on."""
-    golden, engine = Golden(tiny_path(name)), start(tiny_path(name))
-    prompts, expected = golden.prompts, golden.greedy_ids
-
-    for prompt, ids in zip(prompts, expected, strict=True):
-        assert output_ids(engine, [prompt]) == [ids], "whole and alone"
-    results = engine.generate(input_ids=prompts, sampling_params=greedy())
-    assert [result["output_ids"] for result in results] == expected, "on top of a cached prompt"
-    assert [result["meta_info"]["cached_tokens"] for result in results] == [56, 56, 56]
-
-    engine.flush_cache()
-    output_ids(engine, [prompt[:cut] for prompt, cut in zip(prompts, (4, 31, 54), strict=True)], greedy(1))
-    assert output_ids(engine, prompts) == expected, "on top of a part of the prompt, beside each other"
-
-    for chunk, count in ((16, 3), (7, 3), (1, 1)):
-        engine.flush_cache()
-        engine.scheduler.chunked_prefill_size = chunk  # a smaller chunk fits the same bucket: nothing to compile
-        assert output_ids(engine, prompts[:count]) == expected[:count], f"in chunks of {chunk}, beside each other"
-
-    engine.scheduler.chunked_prefill_size = 64
-    in_the_way = engine.cache.allocate(engine.cache.num_total - 50)  # three requests need 19 pages each
-    assert in_the_way is not None
-    for _ in range(2):
-        assert output_ids(engine, prompts) == expected, "retracted, and on top of what evictions left"
-    assert engine.scheduler.num_retractions > 0
-    for prompt, logits in zip(prompts, golden.logits, strict=True):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_model_gives_the_tokens_of_transformers_every_way(name: str, tiny_path: Callable[[str], Path]) -> None:
+    """One engine for all ways: its two programs are what this test spends its time on."""
+    case, golden, engine = Case.of(tiny_path(name)), Golden(tiny_path(name)), start(tiny_path(name))
+    case.check(case.answers(engine))
+    for prompt, logits in zip(golden.prompts, golden.logits, strict=True):
         np.testing.assert_allclose(logits_after(engine, prompt), logits[-1], atol=2e-4, rtol=0)
-    engine.cache.free(in_the_way)
     engine.check_idle()
     assert engine.runner.num_compiled == 5, (
         "forward passes of decode and mixed steps, a sampler for each, the copy of pages"
@@ -53,14 +31,8 @@ def test_a_tiny_model_gives_the_tokens_of_transformers(name: str, tiny_path: Cal
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Engine:
-    engine = Engine(
-        model_path=str(smollm2_path),
-        dtype="float32",
-        context_length=128,
-        max_total_tokens=2048,
-        max_running_requests=8,
-        chunked_prefill_size=64,
-    )
+    options: dict[str, Any] = SMOLLM2_OPTIONS | {"skip_tokenizer_init": False}
+    engine = Engine(model_path=str(smollm2_path), **options)
     use_one_bucket(engine)
     return engine
 

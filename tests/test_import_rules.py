@@ -116,8 +116,8 @@ BANS = [
     ),
     Ban("5: only server/ knows HTTP", lambda name: not under(name, "jradix.server"), lambda name: top(name) in HTTP),
     Ban(
-        "5: only server/ and processes.py open sockets",
-        lambda name: not under(name, "jradix.server", "jradix.processes"),
+        "5: only server/, processes.py and rendezvous.py open sockets",
+        lambda name: not under(name, "jradix.server", "jradix.processes", "jradix.rendezvous"),
         lambda name: top(name) == "socket",
     ),
     Ban("5: only tokenizers know text", lambda name: not name.endswith("tokenizer"), lambda name: top(name) in TEXT),

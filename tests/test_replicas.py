@@ -15,6 +15,7 @@ import pytest
 from jradix import Engine
 from jradix.core import Core
 from jradix.delivery import StepFailedError
+from jradix.logit_processor import ProcessorRow
 from jradix.model.checkpoint import open_checkpoint
 from jradix.routing import Router
 from jradix.schedule_queue import QueueFullError
@@ -56,6 +57,14 @@ def cached(result: dict[str, Any]) -> int:
 
 def unrelated(count: int, length: int = 20, seed: int = 0) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, 320, (count, length)).tolist()
+
+
+def prefer_even(logits: jax.Array, row: ProcessorRow) -> jax.Array:
+    return logits.at[::2].add(row.params[0])
+
+
+def prefer_odd(logits: jax.Array, row: ProcessorRow) -> jax.Array:
+    return logits.at[1::2].add(row.params[0])
 
 
 @contextmanager
@@ -316,6 +325,39 @@ def test_two_replicas_of_two_devices_each(tiny_text_path: Path, tiny_engine: Eng
         for number, core in enumerate(engine.replicas.cores):
             assert core.runner.pool.devices() == set(jax.devices()[2 * number : 2 * number + 2])
         engine.check_idle()
+
+
+@pytest.mark.thorough
+def test_replicas_compile_nothing_after_a_strict_warm_up_which_knows_the_processors_of_all(
+    tiny_text_path: Path, tiny_engine: Engine
+) -> None:
+    """Of one row and one prompt token a step, so that there are few programs."""
+    few: dict[str, Any] = {
+        "max_running_requests": 1,
+        "chunked_prefill_size": 1,
+        "context_length": 16,
+        "max_total_tokens": 64,
+    }
+    prompts = unrelated(6, 5, seed=9)
+    plain, processed = greedy(3), greedy(3, custom_logit_processor=prefer_even, custom_params=[9.0])
+    params = [plain, plain, processed, processed, processed, processed]
+    with start(tiny_text_path, dp_size=2, strict_compile=True, **few) as engine:
+        engine.register_processor(prefer_even)
+        engine.warm_up()
+        runners = [core.runner for core in engine.replicas.cores]
+        compiled = [runner.num_compiled for runner in runners]
+        results = engine.generate(input_ids=prompts, sampling_params=params)
+        assert [result["output_ids"] for result in results] == output_ids(tiny_engine, prompts, params)
+        assert set(ranks(results[2:])) == {0, 1}
+        assert {token % 2 for result in results[2:] for token in result["output_ids"]} == {0}
+        with pytest.raises(ValueError, match="came after the warm-up"):
+            engine.register_processor(prefer_odd)
+        with pytest.raises(ValueError, match="came after the warm-up"):
+            engine.generate(input_ids=prompts, sampling_params=greedy(1, custom_logit_processor=prefer_odd))
+        assert [runner.num_compiled for runner in runners] == compiled
+        assert output_ids(engine, prompts[:2], plain) == [result["output_ids"] for result in results[:2]]
+        engine.check_idle()
+    tiny_engine.runner.features.processors.clear()
 
 
 def test_too_few_devices_are_named(tiny_text_path: Path) -> None:

@@ -63,9 +63,9 @@ def all_logits(path: Path, devices: int, rows: list[list[int]]) -> np.ndarray:
 
 
 CASES = [
-    ("llama", 2),
+    pytest.param("llama", 2, marks=pytest.mark.thorough),
     ("llama_mqa", 8),  # one KV head in four places, and four that are empty
-    ("qwen3_wide", 4),  # three KV heads in four places
+    pytest.param("qwen3_wide", 4, marks=pytest.mark.thorough),  # three KV heads in four places
     ("qwen3_wide", 8),  # each in two places, and two that are empty
     ("qwen2", 4),  # biases; two KV heads in two places each
     ("phi3", 2),  # all of q, k and v in one tensor, and gate and up in another

@@ -21,6 +21,16 @@ from jradix.cache_keeping import Restorer
 from jradix.config import Buckets
 from jradix.request import FinishReason
 
+TINY_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "page_size": 4,
+    "max_total_tokens": 1024,
+    "context_length": 96,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 64,
+}
+
 
 class Golden:
     """Three prompts of 57 tokens, and the 16 tokens that transformers chooses greedily after each.
@@ -99,16 +109,7 @@ def start(path: Path, *, optimized: bool = False, **options: Any) -> Engine:
 
     `optimized` programs are those that users run; the others do the same sums, more slowly.
     """
-    defaults: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "page_size": 4,
-        "max_total_tokens": 1024,
-        "context_length": 96,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 64,
-    }
-    engine = Engine(model_path=str(path), **(defaults | options))
+    engine = Engine(model_path=str(path), **(TINY_OPTIONS | options))
     use_one_bucket(engine)
     if not optimized:
         compile_quickly(engine)

@@ -1,10 +1,9 @@
 """What the processes of tests/test_processes.py run, all of them the same: engines, and questions that they answer.
 
-`python -m tests.process_pair RANK ADDRESS FOLDER`: process 0 writes what it found to FOLDER/found.json and
-generates then until one of the processes is killed.
+`python -m tests.process_questions NUM_PROCESSES TP_SIZE RANK ADDRESS FOLDER`: process 0 writes what it found to
+FOLDER/found.json and generates then until one of the processes is killed.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -16,9 +15,9 @@ import numpy as np
 
 from jradix import Engine, ProcessorRow, follow
 from jradix.model.checkpoint import open_checkpoint
+from tests.process_group import write_found
 from tests.tiny_engine import greedy, output_ids, prompts_with_shared_prefixes, use_one_bucket
 
-NUM_PROCESSES, DEVICES_OF_EACH = 2, 2
 PROMPTS = prompts_with_shared_prefixes(12, 320, seed=5)
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -26,9 +25,16 @@ OPTIONS: dict[str, Any] = {
     "context_length": 96,
     "max_running_requests": 4,
     "chunked_prefill_size": 64,
-    "tp_size": NUM_PROCESSES * DEVICES_OF_EACH,
-    "nnodes": NUM_PROCESSES,
 }
+STRICT: dict[str, Any] = OPTIONS | {
+    "skip_tokenizer_init": False,
+    "max_total_tokens": 96,
+    "max_running_requests": 2,
+    "chunked_prefill_size": 8,
+    "kv_cache_dtype": "int8",
+    "strict_compile": True,
+}
+"""Few buckets, each of which is compiled."""
 
 type Found = dict[str, Any]
 
@@ -94,11 +100,45 @@ def move_pages(engine: Engine, folder: Path) -> Found:
     return {"saved pages": saved, "moved pages": bool(content.any()) and np.array_equal(content, moved)}
 
 
+def strict_answers(engine: Engine) -> Found:
+    """Of an engine that compiles all before the first request, a logit processor's programs too."""
+    engine.register_processor(prefer_even)
+    engine.warm_up()
+    compiled = engine.runner.num_compiled
+    processed = [greedy(12, custom_logit_processor=prefer_even, custom_params=[2.0])] * 3
+    found: Found = {"cold": output_ids(engine, PROMPTS), "cached": output_ids(engine, PROMPTS)}
+    found["processed"] = output_ids(engine, PROMPTS[:3], processed)
+    found["retractions"] = engine.scheduler.num_retractions
+    found["scales"] = engine.runner.scales_fingerprint()
+    found["compiled later"] = engine.runner.num_compiled - compiled
+    return found
+
+
+def check(found: Found, engine: Engine) -> None:
+    """What the processes found, against an engine of one: cold, cached, retracted, with all that may be asked."""
+    expected, wanted = output_ids(engine, PROMPTS), everything(engine)
+    cached, disabled = found["cached"], found["disabled"]
+    assert cached["cold"] == cached["cached"] == cached["of old weights"] == expected
+    assert cached["retractions"] > 0
+    assert cached["everything"]["ids"] == wanted["ids"]
+    for name in ("logprobs", "hidden"):
+        np.testing.assert_allclose(cached["everything"][name], np.array(wanted[name], np.float64), atol=1e-4)
+    assert cached["of zeros"] == [[0] * 16]
+    assert cached["saved pages"] > 0
+    assert cached["moved pages"], "a page is another after it was read and written"
+    [not_sent, not_known] = cached["refused"]
+    assert "must be what pickle can send to the other processes" in not_sent
+    assert "must equal its pickled copy" in not_known
+    assert disabled["once"] == disabled["again"] == expected
+    assert disabled["hit_tokens"] == 0
+
+
 def main(arguments: Sequence[str]) -> None:
     """Two engines one after the other: one with so few pages that requests are retracted, and one without a cache."""
-    rank, address, name = arguments
-    folder = Path(name)
-    base = OPTIONS | {"dist_init_addr": address, "node_rank": int(rank), "model_path": str(folder / "model")}
+    num_processes, tp_size, rank = map(int, arguments[:3])
+    address, folder = arguments[3], Path(arguments[4])
+    base = OPTIONS | {"model_path": str(folder / "model"), "tp_size": tp_size}
+    base |= {"nnodes": num_processes, "node_rank": rank, "dist_init_addr": address}
     found: Found = {}
     if not follow(**base, max_total_tokens=96):
         with Engine(**base, max_total_tokens=96) as engine:
@@ -110,8 +150,7 @@ def main(arguments: Sequence[str]) -> None:
             found["disabled"] = {"once": output_ids(engine, PROMPTS), "again": output_ids(engine, PROMPTS)}
             found["disabled"]["hit_tokens"] = engine.cache_report()["hit_tokens"]
             engine.check_idle()
-            (folder / "found.tmp").write_text(json.dumps(found))
-            (folder / "found.tmp").rename(folder / "found.json")
+            write_found(folder, found)
             while True:
                 output_ids(engine, PROMPTS)
 

@@ -15,7 +15,7 @@ more than two sums a layer and one for the embedding.
 The pool takes what the weights leave of 85% of the memory. A model that would take more than four fifths of that is
 compiled with as many layers as take half of it, which the table says; layers are alike, so only time and memory change.
 With --compiled-layers weights and pool are still those of all layers, but the program runs only so many of them: where
-layers are not scanned, it is how long a large model takes to compile that grows with them, not the temporaries.
+layers are not scanned, the time to compile a large model grows with them, and temporaries little.
 
 The estimates are no measurements. A decode step of 64 rows at context 1024 must read all weights and the rows' KV:
 their bytes over the memory's bandwidth. Prefill of 2048 tokens must do their multiplications: over the peak FLOP/s.

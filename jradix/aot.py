@@ -35,6 +35,8 @@ device_description_str: "NVIDIA H200"
 """
 
 
+COPIES = ("copy", "transpose")
+MOVES = (*COPIES, "copy-done", "reshape")  # a reshape that a compiled program runs by itself is none for free
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 
 
@@ -93,12 +95,60 @@ class Target:
 
 
 def copied_shapes(program: Compiled) -> set[tuple[int, ...]]:
-    """Shapes of all copies in a compiled program, their sizes sorted: a transposed copy is one too.
+    """Shapes of the arrays that a compiled program writes as copies of others; see `copied_shapes_of_text`."""
+    return copied_shapes_of_text(program.as_text() or "")
 
-    Not those into a TPU's VMEM, memory space 1, which are how it reads what it is about to use.
+
+def copied_shapes_of_text(text: str) -> set[tuple[int, ...]]:
+    """The same of a program's text. Sizes are sorted, for a copy in another order is one too.
+
+    A copy is an instruction, or what a fusion writes. Not counted are copies into a TPU's VMEM, memory space 1, which
+    are how it reads what it is about to use, and those inside a fusion that writes something else: they only say in
+    which order the fusion reads an operand. So int8 weights, in tiles of 32 rows, become tiles of 8 for a matmul.
     """
-    copies = re.findall(r"\[([\d,]+)\](\S*) copy\(", program.as_text() or "")
-    return {tuple(sorted(map(int, sizes.split(",")))) for sizes, layout in copies if "S(1)" not in layout}
+    computations = _computations(text)
+
+    def copies_in(fusion: str) -> set[tuple[int, ...]]:
+        found: set[tuple[int, ...]] = set()
+        for entry in computations[fusion]:
+            if entry.operation in COPIES:
+                found |= entry.shapes
+            elif entry.fused:
+                found |= copies_in(entry.fused)
+        return found
+
+    fusions = {entry.fused for entries in computations.values() for entry in entries}
+    found: set[tuple[int, ...]] = set()
+    for entry in (entry for name, entries in computations.items() if name not in fusions for entry in entries):
+        if entry.operation in MOVES:
+            found |= entry.shapes
+        elif entry.fused:
+            found |= entry.shapes & copies_in(entry.fused)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    """The shapes of what it writes, but not of that in VMEM, and the computation that it runs if it is a fusion."""
+
+    operation: str
+    shapes: set[tuple[int, ...]]
+    fused: str | None
+
+
+def _computations(text: str) -> dict[str, list[_Instruction]]:
+    """Those of a program's text: of each a line with its name, then a line for each instruction."""
+    found: dict[str, list[_Instruction]] = {}
+    instructions: list[_Instruction] = []
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            instructions = found[header[1]] = []
+        elif parts := re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][\w-]*)\(", line):
+            arrays = re.findall(r"\[([\d,]+)\](\{[^}]*\})?", parts[1])
+            shapes = {tuple(sorted(map(int, sizes.split(",")))) for sizes, layout in arrays if "S(1)" not in layout}
+            fused = re.search(r"\bcalls=%?([\w.-]+)", line) if parts[2] == "fusion" else None
+            instructions.append(_Instruction(parts[2], shapes, fused and fused[1]))
+    return found
 
 
 def collectives(program: Compiled) -> Counter[str]:

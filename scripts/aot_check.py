@@ -5,6 +5,7 @@
     python scripts/aot_check.py --models llama-3.1-8b --targets v6e --json aot.json
     python scripts/aot_check.py --kv-cache-dtype int8 --quantization int8
     python scripts/aot_check.py --devices 4 8 --models llama-3.1-70b --targets v6e tpu7x
+    python scripts/aot_check.py --devices 8 --models llama-3.1-70b --targets h200 --compiled-layers 4
 
 A line a program: seconds to compile, bytes of arguments, of arguments that results take over (*aliased*), and of
 temporaries, all of one device, and the number of all-reduces. A program fails if the KV pool is not aliased, if it
@@ -13,6 +14,8 @@ more than two sums a layer and one for the embedding.
 
 The pool takes what the weights leave of 85% of the memory. A model that would take more than four fifths of that is
 compiled with as many layers as take half of it, which the table says; layers are alike, so only time and memory change.
+With --compiled-layers weights and pool are still those of all layers, but the program runs only so many of them: where
+layers are not scanned, the time to compile a large model grows with them, and temporaries little.
 
 The estimates are no measurements. A decode step of 64 rows at context 1024 must read all weights and the rows' KV:
 their bytes over the memory's bandwidth. Prefill of 2048 tokens must do their multiplications: over the peak FLOP/s.
@@ -74,12 +77,15 @@ class Plan:
     devices: int
     kernels: Kernels
     layout: KVLayout
+    compiled_layers: int
     buckets: Buckets
     quantization: str | None
     kv_dtype: jnp.dtype
 
     @classmethod
-    def of(cls, target: Target, name: str, engine: EngineConfig, devices: int = 1) -> "Plan":
+    def of(
+        cls, target: Target, name: str, engine: EngineConfig, devices: int = 1, compiled_layers: int | None = None
+    ) -> "Plan":
         config, quantization = model_config(name), QUANTIZATIONS[engine.quantization]
         context_length = engine.context_length or config.max_position_embeddings
         buckets = Buckets.of(engine, context_length)
@@ -99,7 +105,8 @@ class Plan:
         budget = memory - weight_bytes(config, devices, quantization)
         pages = pages_that_fit(page.page_bytes(kv_dtype.itemsize) // devices, budget, at_most) + 1
         layout = replace(page, num_pages=pages)
-        return cls(target, config, devices, kernels, layout, buckets, quantization, kv_dtype)
+        compiled_layers = min(config.layers, compiled_layers or config.layers)
+        return cls(target, config, devices, kernels, layout, compiled_layers, buckets, quantization, kv_dtype)
 
     @property
     def layer_loop(self) -> Any:
@@ -134,6 +141,7 @@ class Line:
     kernels: str
     devices: int
     layers: int
+    compiled_layers: int
     seconds: float
     argument_bytes: int
     alias_bytes: int
@@ -148,7 +156,7 @@ def compile_programs(plan: Plan, model: str, target: str, shapes: Sequence[StepS
     mesh = plan.target.mesh(plan.devices)
     sharding = Sharding(plan.config, mesh)
     options: Any = {"dtype": DTYPE, "layer_loop": plan.layer_loop, "quantization": plan.quantization}
-    abstract = abstract_transformer(plan.config, sharding=sharding, **options)
+    abstract = abstract_transformer(model_config(model, plan.compiled_layers), sharding=sharding, **options)
     scales: Any = None
     if is_quantized(plan.kv_dtype):
         scales = jax.ShapeDtypeStruct(scales_shape(plan.layout), jnp.float32, sharding=sharding.kv_scales)
@@ -158,7 +166,8 @@ def compile_programs(plan: Plan, model: str, target: str, shapes: Sequence[StepS
     slots = plan.buckets.decode_rows[-1]
 
     def line(program: str, allowed: Counter[str], jitted: Any, *args: Any, static: tuple[Any, ...] = ()) -> Line:
-        head = (target, model, program, plan.kernels.name, plan.devices, plan.config.layers)
+        layers = (plan.config.layers, plan.compiled_layers)
+        head = (target, model, program, plan.kernels.name, plan.devices, *layers)
         start = time.perf_counter()
         try:
             compiled = plan.target.compile(jitted, *args, mesh=mesh, static=static)
@@ -256,13 +265,14 @@ def seen_pairs(prompt_len: int, window: int) -> float:
 
 def format_lines(lines: Sequence[Line]) -> str:
     rows = [
-        f"{'target':<7}{'devices':>7} {'model':<14}{'kernels':<9}{'layers':>6}{'s':>7}{'args':>10}{'aliased':>10}"
+        f"{'target':<7}{'devices':>7} {'model':<14}{'kernels':<9}{'layers':>8}{'s':>7}{'args':>10}{'aliased':>10}"
         f"{'temp':>9}{'sums':>6}  program"
     ]
     for line in lines:
+        layers = f"{line.layers}" if line.compiled_layers == line.layers else f"{line.compiled_layers} of {line.layers}"
         sizes = [f"{size / 2**20:.0f} M" for size in (line.argument_bytes, line.alias_bytes, line.temp_bytes)]
         rows.append(
-            f"{line.target:<7}{line.devices:>7} {line.model:<14}{line.kernels:<9}{line.layers:>6}{line.seconds:>7.1f}"
+            f"{line.target:<7}{line.devices:>7} {line.model:<14}{line.kernels:<9}{layers:>8}{line.seconds:>7.1f}"
             f"{sizes[0]:>10}{sizes[1]:>10}{sizes[2]:>9}{line.all_reduces:>6}  {line.program}"
         )
         rows += [f"    FAILED: {fault}" for fault in line.faults]
@@ -298,6 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
         [field] = (field for field in fields(EngineConfig) if field.name == name)
         choices = get_args(field.type)
         parser.add_argument(f"--{name.replace('_', '-')}", choices=choices, default="auto", help="as of an engine")
+    parser.add_argument("--compiled-layers", type=int, help="fewer than the model has; weights and pool are of all")
     parser.add_argument("--all-buckets", action="store_true", help="every step program instead of three a model")
     parser.add_argument("--json", type=Path, help="write the table's numbers here")
     options = parser.parse_args(arguments)
@@ -306,6 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
     limit = min(model_config(model).max_position_embeddings for model in options.models)
     if not 2 <= options.context_length <= limit:
         parser.error(f"--context-length must be from 2 to {limit}, these models' limit, got {options.context_length}")
+    if options.compiled_layers is not None and options.compiled_layers < 1:
+        parser.error(f"--compiled-layers must be at least 1, got {options.compiled_layers}")
     try:
         lines, estimates = check(options)
     except ValueError as error:
@@ -332,7 +345,7 @@ def check(options: argparse.Namespace) -> tuple[list[Line], list[Estimate]]:
     cases = [(*pair, devices) for pair in pairs for devices in options.devices]
     lines: list[Line] = []
     for target, model, devices in tqdm(cases, desc="compiling", file=sys.stderr):
-        plan = Plan.of(TARGETS[target], model, engine, devices)
+        plan = Plan.of(TARGETS[target], model, engine, devices, options.compiled_layers)
         shapes = plan.buckets.shapes()
         lines += compile_programs(plan, model, target, shapes if options.all_buckets else some_of(shapes))
     estimates = [estimate(target, model, engine) for target, model in pairs]

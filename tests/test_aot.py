@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jradix.aot import TARGETS, Target, collectives, copied_shapes
+from jradix.aot import TARGETS, Target, collectives, copied_shapes, copied_shapes_of_text
 from jradix.batch import packed_len
 from jradix.config import StepShape
 from jradix.jitted import jit_copies, jit_forward, jit_prompt_logprobs
@@ -80,8 +80,10 @@ def test_a_step_updates_the_pool_in_place(
         assert collectives(program) == ({"all-reduce": 3} if devices > 1 else {})
 
 
-def test_weights_in_int8_are_not_dequantised_before_a_matmul_reads_them(tiny_path: Callable[[str], Path]) -> None:
-    """On a TPU: no array of the step has the shape of a weight and more than 8 bits."""
+def test_weights_in_int8_are_not_dequantised_or_rearranged_before_a_matmul_reads_them(
+    tiny_path: Callable[[str], Path],
+) -> None:
+    """On a TPU: no array of the step has a weight's shape and more than 8 bits, none is copied, not even in VMEM."""
     pytest.importorskip("libtpu")
     target = TARGETS["v6e"]
     config, layout, kernels = parts(target, tiny_path, page_size=16)
@@ -99,6 +101,43 @@ def test_weights_in_int8_are_not_dequantised_before_a_matmul_reads_them(tiny_pat
     weight = rf"\[(?:\d+,)*(?:{mlp},{hidden}|{2 * mlp},{hidden}|{hidden},{mlp})\]"
     assert re.search("s8" + weight, text)
     assert not re.search(rf"(?:bf16|f32){weight}\S* fusion\(", text)
+    assert not any("s8" in line for line in re.findall(r"\S+ (?:copy|reshape|transpose)\(%(?!input)", text))
+    assert all(prod(sizes) < mlp * hidden / 8 for sizes in copied_shapes(program))
+
+
+def test_copies_are_what_a_program_writes_and_not_how_a_fusion_reads_an_operand() -> None:
+    text = """
+%retile (input: s8[64,96]) -> s8[64,96] {
+  %input = s8[64,96]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[64,96]{1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%multiplied (a: s8[64,96], b: bf16[96]) -> bf16[64] {
+  %fusion.1 = s8[64,96]{1,0:T(8,128)(4,1)} fusion(%a), kind=kLoop, calls=%retile
+  ROOT %dot = bf16[64]{0:T(128)} dot(%fusion.1, %b)
+}
+
+%copied (c: bf16[5,7]) -> (bf16[7,5], f32[3]) {
+  %d = bf16[7,5]{1,0} transpose(%c), dimensions={1,0}
+  ROOT %tuple.1 = (bf16[7,5]{1,0}, f32[3]{0}) tuple(%d, %e)
+}
+
+%body (state: (s32[], bf16[2,11])) -> (s32[], bf16[2,11]) {
+  %copy.2 = bf16[11,2]{1,0:T(8,128)(2,1)} copy(%x)
+  %copy.3 = bf16[13,2]{1,0:T(8,128)(2,1)S(1)} copy(%y)
+  ROOT %tuple.2 = (s32[], bf16[2,11]{1,0}) tuple(%i, %z)
+}
+
+ENTRY %main (weight: s8[64,96], b: bf16[96]) -> bf16[64] {
+  %fusion.2 = bf16[64]{0:T(128)} fusion(%weight, %b), kind=kOutput, calls=%multiplied
+  %fusion.3 = (bf16[7,5]{1,0}, f32[3]{0}) fusion(%weights.2), kind=kLoop, calls=%copied
+  %copy-start = (f32[17]{0:T(128)}, f32[17]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
+  %copy-done = f32[17]{0:T(128)} copy-done(%copy-start)
+  %reshape.1 = f32[19,2]{1,0:T(8,128)} reshape(%q)
+  ROOT %while = (s32[], bf16[2,11]{1,0}) while(%r), condition=%c, body=%body
+}
+"""
+    assert copied_shapes_of_text(text) == {(5, 7), (2, 11), (17,), (2, 19)}
 
 
 def test_prompts_need_the_memory_of_one_block_of_logits_and_counts_stay_where_they_are(

@@ -79,7 +79,7 @@ class Attention(nnx.Module):
     Parameters:
         qkv: `[kv_heads, group + 2, head_dim, hidden]`, for each KV head its query heads, then its K, then its V: one
             matmul, and a shard of KV heads holds all that belongs to them.
-        o: `[hidden, kv_heads, group, head_dim]`.
+        o: `[hidden, kv_heads * group * head_dim]`, though it is asked for with these apart, as it is split.
         q_norm, k_norm: `[head_dim]`, in families that normalise queries and keys.
         sinks: `[kv_heads, group]`, in families that have them.
     """
@@ -120,8 +120,7 @@ class Attention(nnx.Module):
         scoring = Scoring(self.scale, self.window, self.soft_cap)
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
         out, pool = paged_attention(pool, q, keys, values, inputs, layer, scoring, sinks, dtype=x.dtype)
-        out = out.reshape(tokens, kv_heads, group, head_dim)
-        return linear_of_parts(out, self.o[...], self.o_bias, self.axis), pool
+        return linear_of_parts(out.reshape(tokens, -1), self.o[...], self.o_bias, self.axis), pool
 
 
 class Mlp(nnx.Module):

@@ -57,7 +57,7 @@ class Experts(nnx.Module):
         return out if self.down_bias is None else out + _mixed(self.down_bias[...], weights, chosen)
 
     def _outputs(self, x: jax.Array, chosen: jax.Array, slot: jax.Array | int) -> jax.Array:
-        """Each chosen expert's output for its token, float32 `[tokens, experts_per_token, hidden]`; 0 if not here."""
+        """Each chosen expert's output for its token, `[tokens, experts_per_token, hidden]`; 0 if not here."""
         gate_up, down = self.gate_up[...], self.down[...]
         if gate_up.ndim == 4:
             gate_up, down = gate_up[None], down[None]
@@ -77,9 +77,10 @@ class Experts(nnx.Module):
             if self.gate_up_bias is not None:
                 inner += self.gate_up_bias[...][expert].astype(jnp.float32)
             inner = self.activation(inner).astype(x.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(out, linear(inner, down[slot, expert]), start, axis=0)
+            outputs = linear(inner, down[slot, expert]).astype(x.dtype)  # in float32 they take twice the memory
+            return jax.lax.dynamic_update_slice_in_dim(out, outputs, start, axis=0)
 
-        out = jnp.zeros((len(token), x.shape[1]), jnp.float32)
+        out = jnp.zeros((len(token), x.shape[1]), x.dtype)
         out = jax.lax.fori_loop(0, num_tiles, step, out)
         return out.at[place].get(mode="fill", fill_value=0).reshape(tokens, -1, x.shape[1])
 

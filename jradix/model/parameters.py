@@ -26,7 +26,7 @@ class Parameter:
     """One array of a model's flat state.
 
     Attributes:
-        shape: in one layer, on one device.
+        shape: in one layer, on one device, as checkpoints have it; see `array_shape`.
         layers: those that it is of, stacked if they are several; None if it is of no layer.
     """
 
@@ -57,9 +57,20 @@ class Parameter:
                     place[split.axis] += number * (split.shape[split.axis] // len(split.shards))
                 found[:, inside] = place[:, inside]
         assert (found >= 0).all(), f"some numbers of {self.name} are on no device"
+        array = array_shape(self.name, split.shape)
+        found = np.stack(np.unravel_index(np.ravel_multi_index(tuple(found), split.shape), array))
         if self.layers is None or len(self.layers) == 1:
             return tuple(found[:, None])
         return np.arange(len(self.layers))[:, None], *found[:, None]
+
+
+def array_shape(name: str, shape: Shape) -> Shape:
+    """Of the array that holds a parameter of `shape`, or a shard of it: the heads and channels of `o` are one axis.
+
+    A TPU keeps an array in tiles of its last two axes. A few query heads of 128 channels do not fill a tile of 8 rows,
+    nor one of 32 in 8 bits, and XLA would bring them into such tiles in every step, before it multiplies.
+    """
+    return (shape[0], prod(shape[1:])) if name == "o" else shape
 
 
 def list_parameters(config: ModelConfig, layer_loop: LayerLoop, *, quantized: bool) -> list[Parameter]:

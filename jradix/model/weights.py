@@ -28,7 +28,7 @@ from jradix.model.layer_parts import (
     tensor_name,
     whole_of,
 )
-from jradix.model.parameters import blank_parameters
+from jradix.model.parameters import array_shape, blank_parameters
 from jradix.model.quantized import FORMATS, INPUT_AXES, SCALE, QuantizedWeight
 from jradix.model.sharding import Sharding, Split
 from jradix.model.transformer import LayerLoop, Transformer
@@ -179,7 +179,7 @@ def abstract_transformer(
         for part in parts_of_floats(name, shape, fill=no_fill, dtype=np.dtype(dtype), quantization=quantization):
             split = sharding.split(part.name, part.shape) if sharding else None
             place = sharding.of(split, stacked=bool(stack)) if sharding and split else None
-            stacked = (*stack, *(split.shape if split else part.shape))
+            stacked = (*stack, *array_shape(part.name, split.shape if split else part.shape))
             arrays.append(jax.ShapeDtypeStruct(stacked, part.dtype, sharding=place))
         return _joined(arrays)
 
@@ -202,14 +202,16 @@ class _Maker:
     def _array(self, part: LayerPart, layers: range | None) -> jax.Array:
         split = self._sharding.split(part.name, part.shape)
         stacked = layers is not None and len(layers) > 1
-        whole_shape = (len(layers), *split.shape) if layers is not None and stacked else split.shape
+        stack = (len(layers),) if layers is not None and stacked else ()
+        whole_shape = (*stack, *array_shape(part.name, split.shape))
         sharding = self._sharding.of(split, stacked)
         shards: list[jax.Array] = []
         shard = None
         for number, device in self._sharding.local_devices():
             if shard is None or split.axis is not None:
                 del shard
-                shard = self._filled(sharding.shard_shape(whole_shape), part, split, number, layers)
+                shard = self._filled(sharding.shard_shape((*stack, *split.shape)), part, split, number, layers)
+                shard = shard.reshape(sharding.shard_shape(whole_shape))
             shards.append(jax.block_until_ready(jax.device_put(shard, device)))  # then the buffer may go
         return jax.make_array_from_single_device_arrays(whole_shape, sharding, shards)
 

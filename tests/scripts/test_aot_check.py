@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ def test_a_model_too_large_for_a_chip_is_compiled_with_fewer_layers(check: Any) 
     assert small.config.layers < large.config.layers == 32
     assert check.weight_bytes(small.config) <= 0.85 * 16e9 / 2
     assert 15e9 < check.weight_bytes(large.config) < 17e9
+
+
+def test_fewer_compiled_layers_leave_weights_and_pool_as_they_are(check: Any) -> None:
+    engine = check.EngineConfig(model_path="", page_size=64, context_length=8192)
+    whole, part = (check.Plan.of(check.TARGETS["tpu7x"], "llama-3.1-70b", engine, 8, layers) for layers in (None, 2))
+    assert (whole.compiled_layers, part.compiled_layers) == (80, 2)
+    assert part == replace(whole, compiled_layers=2)
+    assert check.Plan.of(check.TARGETS["v5e"], "smollm2-135m", engine, 1, 99).compiled_layers == 30
 
 
 def test_a_pool_and_weights_of_8_bits_leave_room_for_more_tokens_and_read_fewer_bytes(check: Any) -> None:
@@ -65,6 +74,7 @@ def test_estimates_are_bytes_over_bandwidth_and_operations_over_peak(check: Any)
         (["--page-size", "0"], "page_size must be an integer of at least 1"),
         (["--context-length", "9000000"], "--context-length must be from 2 to 8192"),
         (["--targets", "h200"], "needs jax's CUDA plug-in"),
+        (["--compiled-layers", "0"], "--compiled-layers must be at least 1, got 0"),
     ],
 )
 def test_what_no_engine_could_run_is_refused_in_one_line(

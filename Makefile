@@ -1,5 +1,7 @@
 # make demo and make test work on a fresh machine: each sets up .venv first.
 BIN := .venv/bin
+# Files in their order: sorted by their number of tests, those with few and long ones would come last, one by one.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-thorough lint format bench aot aot-tp aot-gpu aot-gpu-tp lock clean venv-demo venv-dev venv-cuda
 
@@ -10,10 +12,10 @@ demo: venv-demo ## run a real model twice on prompts that share a prefix, and sh
 	$(BIN)/jradix demo
 
 test: lint ## lint, types and tests (PYTEST_ARGS="-k name" narrows the tests)
-	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-thorough: venv-dev ## the tests that are too many for make test: every model on several devices and processes
-	$(BIN)/pytest -n 2 --dist loadfile -m thorough $(PYTEST_ARGS)
+	$(PYTEST) -m thorough $(PYTEST_ARGS)
 
 lint: venv-dev ## formatting, lint rules and types; changes nothing
 	$(BIN)/ruff format --check .

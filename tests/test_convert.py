@@ -184,10 +184,14 @@ source, top = sys.argv[1], Path(sys.argv[2])
 (top / "whole").mkdir()
 assert convert_killed(source, top / "whole" / "converted", 0) == 0
 count = int((top / "whole" / "count").read_text())
-for limit in [*range(2, count - 6, max(1, count // 5)), *range(count - 6, count + 1)]:
-    (top / f"killed-{limit}").mkdir()
-    status = convert_killed(source, top / f"killed-{limit}" / "converted", limit)
-    assert os.WIFSIGNALED(status), status
+# Orbax's threads do not always make as many: some children may end before their number comes.
+for limit in [*range(2, count - 6, max(1, count // 5)), *range(count - 6, count + 4)]:
+    place = top / f"at-{limit}"
+    place.mkdir()
+    status = convert_killed(source, place / "converted", limit)
+    assert os.WIFSIGNALED(status) or status == 0, status
+    if os.WIFSIGNALED(status):
+        place.rename(top / f"killed-{limit}")
 """
 
 

@@ -289,8 +289,8 @@ def test_tokens_are_the_same_for_every_page_size_and_batch_size(one_layer: Path)
     outputs = []
     for option in options:
         engine = start(one_layer, load_format="dummy", **option)
-        outputs.append(output_ids(engine, REQUESTS[:24], PARAMS[:24]))
-        outputs.append(output_ids(engine, REQUESTS[:24], PARAMS[:24]))
+        outputs.append(output_ids(engine, REQUESTS[:12], PARAMS[:12]))
+        outputs.append(output_ids(engine, REQUESTS[:12], PARAMS[:12]))
         engine.check_idle()
     assert all(output == outputs[0] for output in outputs)
 

@@ -31,7 +31,7 @@ from tests.tiny_engine import (
 DECODE, MIXED = StepShape(4, 0, 0, 24), StepShape(4, 16, 2, 24)
 
 
-@pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
+@pytest.mark.parametrize("layer_loop", [pytest.param("unroll", marks=pytest.mark.thorough), "scan"])
 def test_the_pool_is_updated_in_place(layer_loop: Literal["unroll", "scan"], tiny_path: Callable[[str], Path]) -> None:
     engine = start(tiny_path("llama"), optimized=True, layer_loop=layer_loop, max_total_tokens=2**16)
     pool = engine.runner.pool

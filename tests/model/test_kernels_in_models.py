@@ -42,7 +42,7 @@ def expected(golden: Golden) -> np.ndarray:
     return np.concatenate([logits[0, :40], logits[1, :17], logits[0, 40:41], logits[1, 17:18], logits[2, :20]])
 
 
-@pytest.mark.parametrize("name", ["mistral_window", "qwen3_wide"])
+@pytest.mark.parametrize("name", ["mistral_window", pytest.param("qwen3_wide", marks=pytest.mark.thorough)])
 def test_the_tpu_kernels_give_the_logits_of_transformers(name: str, tiny_path: Callable[[str], Path]) -> None:
     golden = Golden(tiny_path(name))
     driver = PagedDriver(load(tiny_path(name), np.float32), page_size=16, num_pages=32, kernels=TPU)

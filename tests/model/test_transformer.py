@@ -90,7 +90,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(
         np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.thorough), "gpt_oss"])
 def test_decodes_and_ragged_extends_in_one_step_do_not_disturb_each_other(
     name: str, tiny_path: Callable[[str], Path]
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jradix import Engine, EngineConfig
+from jradix import EngineConfig
+from tests.tiny_engine import start
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +52,7 @@ def test_the_command_line_runs_all_scenarios_and_the_cache_saves_what_it_ideally
 def test_one_by_one_saves_more_and_the_cache_is_empty_and_on_afterwards(
     bench: Any, tiny_path: Callable[[str], Path]
 ) -> None:
-    engine = Engine(
-        model_path=str(tiny_path("llama")),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_running_requests=2,
-        max_total_tokens=1024,
-    )
+    engine = start(tiny_path("llama"), page_size=16, max_running_requests=2, max_total_tokens=1024)
     scenario = bench.Scenario("system", "one system prompt", 1, 2, 50, 6, 3)
     runs = [
         bench.run_scenario(engine, scenario, cached=cached, one_by_one=one_by_one, seed=3)

@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -123,7 +124,8 @@ def copied_shapes_of_text(text: str) -> set[tuple[int, ...]]:
         if entry.operation in MOVES:
             found |= entry.shapes
         elif entry.fused:
-            found |= entry.shapes & copies_in(entry.fused)
+            sizes = {prod(shape) for shape in copies_in(entry.fused)}  # a bitcast may give a copy another shape
+            found |= {shape for shape in entry.shapes if prod(shape) in sizes}
     return found
 
 

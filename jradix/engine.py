@@ -283,7 +283,7 @@ class Engine:
             ValueError: they do not fit the model; then nothing has changed. Any other error, such as of a disk, may
                 come in the middle: then the engine stands still until another update succeeds.
         """
-        replace = startup.weights_to_replace(self.config, self.model_config, weights)
+        replace = startup.weights_to_replace(self.config, self.model_config, weights, self._core.runner.parameters)
         with self.replicas.hold_all() as cores, ExitStack() as updates:
             self.replicas.forget()
             for runner in [updates.enter_context(core.new_weights()) for core in cores]:  # which fail together

@@ -19,7 +19,7 @@ SECONDS_TO_COME: Final = 300
 """How long processes wait for each other."""
 _SECONDS_TO_SPEAK = 5
 _SECONDS_BETWEEN_TRIES = 0.2
-_GREETING = re.compile(r"jradix (\d+) (\d+) (.+)\n")
+_GREETING = re.compile(r"jradix (\d{1,9}) (\d{1,9}) (.+)\n")
 """Of a process that has come: the number of processes, its rank, its name."""
 _ANSWER, _GO = "jradix: ", "go"
 
@@ -124,8 +124,7 @@ def _next_guest(server: socket.socket, give_up: float) -> _Guest | None:
         connected, _ = server.accept()
     except TimeoutError:
         return None
-    connected.settimeout(_SECONDS_TO_SPEAK)
-    if (found := _GREETING.fullmatch(_read_line(connected))) is None:
+    if (found := _GREETING.fullmatch(_read_line(connected, _SECONDS_TO_SPEAK))) is None:
         LOG.warning("somebody else has connected to the port of process 0")
         connected.close()
         return None
@@ -140,6 +139,10 @@ def _check(here: list[_Guest], num_processes: int) -> None:
         raise _CannotMeetError(
             f"nnodes must be the same in all processes: process 0 has {num_processes}, process {guest.rank} on "
             f"{guest.name} has {guest.num_processes}"
+        )
+    if not 0 < guest.rank < num_processes:
+        raise _CannotMeetError(
+            f"node_rank must be one of 0 to {num_processes - 1}, each of them once: {guest.name} has {guest.rank}"
         )
     for other in others:
         if other.rank == guest.rank:
@@ -170,9 +173,9 @@ def _go_to_first(address: str, rank: int, num_processes: int, seconds: float) ->
         try:
             with socket.create_connection(_host_and_port(address), max(0.01, give_up - time.monotonic())) as connected:
                 connected.sendall(greeting)
-                connected.settimeout(seconds + _SECONDS_TO_SPEAK)  # it waits as long for the others, and says so then
-                answer = _read_line(connected)
-        except OSError as error:
+                # It waits as long for the others, and says so then.
+                answer = _read_line(connected, seconds + _SECONDS_TO_SPEAK)
+        except (OSError, UnicodeError) as error:  # the latter of what cannot be a host's name
             reason = str(error)
         if answer == f"{_ANSWER}{_GO}\n":
             return
@@ -193,11 +196,15 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _read_line(connected: socket.socket) -> str:
-    """Up to its end, or what there is of it when the other end is silent or gone."""
-    line = b""
+def _read_line(connected: socket.socket, seconds: float) -> str:
+    """Up to its end, or what there is of it after these seconds, or when the other end is gone."""
+    line, give_up = b"", time.monotonic() + seconds
     try:
-        while not line.endswith(b"\n") and len(line) < 4096 and (more := connected.recv(4096)):
+        while not line.endswith(b"\n") and len(line) < 4096:
+            connected.settimeout(max(0.01, give_up - time.monotonic()))
+            more = connected.recv(4096)
+            if not more:
+                break
             line += more
     except OSError:
         pass

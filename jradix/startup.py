@@ -27,6 +27,7 @@ from jradix.model.weights import (
     load_transformer,
     random_transformer,
     replace_parameters,
+    replaced_quantization,
 )
 from jradix.model.weights_sample import sample_weights
 from jradix.pallas.geometry import Geometry
@@ -118,16 +119,20 @@ def _build(config: EngineConfig, processes: Processes | None) -> list[Parts]:
 
 
 def weights_to_replace(
-    config: EngineConfig, model_config: ModelConfig, weights: str | os.PathLike[str] | Mapping[str, Any]
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: str | os.PathLike[str] | Mapping[str, Any],
+    parameters: Sequence[jax.Array],
 ) -> Callable[[list[jax.Array], Sharding], None]:
-    """Check other weights of the same model, and give what puts them in the place of a runner's parameters.
+    """Check other weights of the same model, and give what puts them in the place of a runner's `parameters`.
 
     Where there are several processes it can be pickled: arrays are sent with it, files have to be everywhere.
 
     Raises:
-        ValueError: they are not there, or of another model.
+        ValueError: they are not there, of another model, or stored in another quantization.
     """
     source = _open_weights(config, model_config, weights)
+    replaced_quantization(parameters, source)
     if config.nnodes == 1:
         return partial(_replace_weights, config=config, source=source)
     if isinstance(source, ArraySource):  # arrays of jax would go to one device

@@ -128,16 +128,22 @@ def test_copies_are_what_a_program_writes_and_not_how_a_fusion_reads_an_operand(
   ROOT %tuple.2 = (s32[], bf16[2,11]{1,0}) tuple(%i, %z)
 }
 
+%reshaped (f: bf16[4,8,128]) -> bf16[32,128] {
+  %copy.4 = bf16[4,8,128]{2,1,0} copy(%f)
+  ROOT %bitcast = bf16[32,128]{1,0} bitcast(%copy.4)
+}
+
 ENTRY %main (weight: s8[64,96], b: bf16[96]) -> bf16[64] {
   %fusion.2 = bf16[64]{0:T(128)} fusion(%weight, %b), kind=kOutput, calls=%multiplied
   %fusion.3 = (bf16[7,5]{1,0}, f32[3]{0}) fusion(%weights.2), kind=kLoop, calls=%copied
+  %fusion.4 = bf16[32,128]{1,0} fusion(%weights.3), kind=kLoop, calls=%reshaped
   %copy-start = (f32[17]{0:T(128)}, f32[17]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
   %copy-done = f32[17]{0:T(128)} copy-done(%copy-start)
   %reshape.1 = f32[19,2]{1,0:T(8,128)} reshape(%q)
   ROOT %while = (s32[], bf16[2,11]{1,0}) while(%r), condition=%c, body=%body
 }
 """
-    assert copied_shapes_of_text(text) == {(5, 7), (2, 11), (17,), (2, 19)}
+    assert copied_shapes_of_text(text) == {(5, 7), (2, 11), (17,), (2, 19), (32, 128)}
 
 
 def test_prompts_need_the_memory_of_one_block_of_logits_and_counts_stay_where_they_are(

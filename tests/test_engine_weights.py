@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jradix import Engine
+from jradix.convert import convert
 from tests.tiny_engine import greedy, output_ids, paused, start
 
 PROMPTS = [[*range(30, 50), seed] for seed in range(6)]
@@ -79,9 +81,12 @@ def test_requests_under_way_keep_their_tokens_and_go_on_under_the_new_weights(
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
-    engine: Engine, tiny_path: Callable[[str], Path]
+    engine: Engine, tiny_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     before, cached = output_ids(engine, PROMPTS), engine.cache.num_evictable
+    in_int8 = convert(replace(engine.config, quantization="int8"), tmp_path / "int8")
+    with pytest.raises(ValueError, match="stored in int8, and the engine's are not quantised"):
+        engine.update_weights(in_int8)
     with pytest.raises(ValueError, match="is another model"):
         engine.update_weights(tiny_path("qwen3"))
     with pytest.raises(ValueError, match="missing: "):

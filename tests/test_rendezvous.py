@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,6 +58,42 @@ def test_all_are_told_that_one_has_another_number_of_processes(address: str) -> 
     assert told(found, "nnodes must be the same in all processes: process 0 has 2, process 1 on", "has 3")
 
 
+def test_all_are_told_of_a_rank_that_there_cannot_be(address: str) -> None:
+    found = outcomes(address, (0, 2), (7, 2))
+    assert told(found, "node_rank must be one of 0 to 1, each of them once: ", "has 7")
+
+
+def test_who_sends_a_greeting_byte_by_byte_does_not_hold_up_the_others(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jradix.rendezvous._SECONDS_TO_SPEAK", 0.3)
+    host, _, port = address.rpartition(":")
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(outcomes, address, (0, 2))
+        connected = None
+        while connected is None:
+            try:
+                connected = socket.create_connection((host, int(port)))
+            except ConnectionRefusedError:
+                continue
+        second = threading.Thread(target=outcomes, args=(address, (1, 2)))
+        with connected:
+            second.start()
+            while not first.done():
+                try:
+                    connected.sendall(b"j")
+                except OSError:
+                    break  # it was sent away
+                time.sleep(0.05)
+        second.join()
+        assert first.result() == [""]
+
+
+def test_what_cannot_be_a_host_is_not_reached(address: str) -> None:
+    [found] = outcomes(f"{'a' * 70}:5000", (1, 2), seconds=SOON)
+    assert "process 0 was not reached within 0.5 s" in found
+
+
 def test_all_are_told_who_did_not_come(address: str) -> None:
     found = outcomes(address, (0, 4), (2, 4), seconds=SOON)
     assert told(found, "those with node_rank 1, 3 did not come within 0.5 s, those with 0, 2 did", address)
@@ -93,6 +130,7 @@ def test_strangers_and_processes_that_were_started_again_keep_nobody_out(address
         first = threads.submit(outcomes, address, (0, 3))
         for greeting in (
             b"GET / HTTP/1.1\r\n",
+            b"jradix 2 " + b"1" * 4000 + b" somewhere (pid 1)\n",
             b"jradix 3 1 somewhere (pid 1)\n",
             b"jradix 3 1 somewhere (pid 1)\n",
             b"",

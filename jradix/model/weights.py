@@ -3,6 +3,7 @@
 import math
 import re
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -104,9 +105,7 @@ def replace_parameters(
     Raises:
         ValueError: as `load_transformer`; then nothing has changed. Any other error leaves some old and some new.
     """
-    quantization = next((name for name, dtype in FORMATS.items() if any(p.dtype == dtype for p in parameters)), None)
-    if isinstance(source, ParameterSource) and source.quantization != quantization is None:
-        raise ValueError(f"the weights are stored in {source.quantization}, and the engine's are not quantised")
+    quantization = replaced_quantization(parameters, source)
     check_tensors(config, source, layer_loop)
     make = _Maker(parts_of_source(config, source, dtype, quantization), sharding or Sharding.on_one_device(config))
     place = 0
@@ -114,6 +113,19 @@ def replace_parameters(
         for array in jax.tree.leaves(make(blank.name, blank.param_shape, blank.layers)):
             parameters[place], place = array, place + 1
     assert place == len(parameters), "these are not the parameters of such a model"
+
+
+def replaced_quantization(parameters: Sequence[jax.Array], source: TensorSource) -> str | None:
+    """What these parameters are kept in, as others in their place will be.
+
+    Raises:
+        ValueError: those of a checkpoint are stored in something else, which is not turned back.
+    """
+    kept = next((name for name, dtype in FORMATS.items() if any(p.dtype == dtype for p in parameters)), None)
+    stored = source.quantization if isinstance(source, ParameterSource) else None
+    if stored not in (None, kept):
+        raise ValueError(f"the weights are stored in {stored}, and the engine's are {kept or 'not quantised'}")
+    return kept
 
 
 def copy_transformer(model: Transformer, sharding: Sharding) -> Transformer:

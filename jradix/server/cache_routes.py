@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from jradix.cache.explain import SHOWN, Explanation
 from jradix.cache.page import to_html
 from jradix.server.cache_forms import HEADERS, forms
+from jradix.server.chat import for_template
 from jradix.server.keys import Keys, operators_only
 from jradix.server.openapi import errors
 from jradix.server.service import Service, namespace
@@ -80,11 +81,13 @@ async def _explained_ids(service: Service, body: ExplainRequest) -> list[int]:
     if len(given) != 1:
         raise ValueError(f"text, input_ids or messages must be given, one of them, got {' and '.join(given) or 'none'}")
     if body.messages is not None:
-        return await asyncio.to_thread(service.tokenizer.apply_chat_template, body.messages)
+        messages = [for_template(message, index) for index, message in enumerate(body.messages)]
+        return await asyncio.to_thread(service.tokenizer.apply_chat_template, messages)
     ids = await service.token_ids(body.text) if body.text is not None else body.input_ids or []
-    if not ids or min(ids) < 0 or max(ids) >= service.engine.info["vocab_size"]:
-        limit = service.engine.info["vocab_size"]
-        raise ValueError(f"input_ids must be token ids, at least one, which lie in [0, {limit}) for this model")
+    if not ids:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    if min(ids) < 0 or max(ids) >= service.engine.info["vocab_size"]:
+        raise ValueError(f"input_ids must lie in [0, {service.engine.info['vocab_size']}) for this model")
     return ids
 
 

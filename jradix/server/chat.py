@@ -175,7 +175,7 @@ def _defaults(tokenizer: Tokenizer, body: ChatRequest, use: ToolUse) -> dict[str
 
 
 def _prompt_ids(tokenizer: Tokenizer, body: ChatRequest, use: ToolUse) -> list[int]:
-    messages = [_for_template(message, index) for index, message in enumerate(body.messages)]
+    messages = [for_template(message, index) for index, message in enumerate(body.messages)]
     variables = dict(body.chat_template_kwargs or {})
     if taken := sorted(_NOT_VARIABLES & variables.keys()):
         raise ValueError(f"chat_template_kwargs must be variables of the model's template, which {taken[0]!r} is not")
@@ -187,7 +187,7 @@ def _prompt_ids(tokenizer: Tokenizer, body: ChatRequest, use: ToolUse) -> list[i
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """The message as templates expect it: its content one text, the arguments of its calls objects."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"messages must each have a role, a string: message {index} has {message.get('role')!r}")

@@ -129,7 +129,12 @@ class EngineConfig:
             value = getattr(self, name)
             is_path = isinstance(value, str | os.PathLike) and os.fspath(value) != ""
             _require(value is None or is_path, self, name, "None or a path that is not empty")
-        _require(self.cache_dir is None or not self.disable_radix_cache, self, "cache_dir", "None without a cache (disable_radix_cache)")
+        _require(
+            self.cache_dir is None or not self.disable_radix_cache,
+            self,
+            "cache_dir",
+            "None without a cache (disable_radix_cache)",
+        )
         self._check_processes()
 
     def _check_processes(self) -> None:

@@ -36,6 +36,16 @@ def address() -> str:
     return f"localhost:{free_port()}"
 
 
+def stranger(address: str) -> socket.socket:
+    """A connection with process 0, which is about to listen."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            return socket.create_connection((host, int(port)))
+        except ConnectionRefusedError:
+            continue
+
+
 def told(found: Sequence[str], *parts: str) -> bool:
     """Whether all have the same message, and it says this."""
     return len(set(found)) == 1 and all(part in found[0] for part in parts)
@@ -67,15 +77,9 @@ def test_who_sends_a_greeting_byte_by_byte_does_not_hold_up_the_others(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jradix.rendezvous._SECONDS_TO_SPEAK", 0.3)
-    host, _, port = address.rpartition(":")
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(outcomes, address, (0, 2))
-        connected = None
-        while connected is None:
-            try:
-                connected = socket.create_connection((host, int(port)))
-            except ConnectionRefusedError:
-                continue
+        connected = stranger(address)
         second = threading.Thread(target=outcomes, args=(address, (1, 2)))
         with connected:
             second.start()
@@ -125,7 +129,6 @@ def test_somebody_else_at_the_address_is_not_taken_for_process_0(address: str) -
 
 
 def test_strangers_and_processes_that_were_started_again_keep_nobody_out(address: str) -> None:
-    host, _, port = address.rpartition(":")
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(outcomes, address, (0, 3))
         for greeting in (
@@ -135,13 +138,7 @@ def test_strangers_and_processes_that_were_started_again_keep_nobody_out(address
             b"jradix 3 1 somewhere (pid 1)\n",
             b"",
         ):
-            connected = None
-            while connected is None:
-                try:
-                    connected = socket.create_connection((host, int(port)))
-                except ConnectionRefusedError:
-                    continue
-            with connected:
+            with stranger(address) as connected:
                 connected.sendall(greeting)
         assert outcomes(address, (1, 3), (2, 3)) == [""] * 2
         assert first.result() == [""]

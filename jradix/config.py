@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
+from jradix import validation
+
 SchedulePolicy = Literal[
     "fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn", "shortest-prefill-first", "priority", "routing-key"
 ]
@@ -126,9 +128,8 @@ class EngineConfig:
         _require(fraction is None or in_range, self, "mem_fraction_static", "None or a float between 0 and 1")
         _require(isinstance(self.model_path, str | os.PathLike), self, "model_path", "a path or a hub id")
         for name in ("compilation_cache_dir", "cache_dir"):
-            value = getattr(self, name)
-            is_path = isinstance(value, str | os.PathLike) and os.fspath(value) != ""
-            _require(value is None or is_path, self, name, "None or a path that is not empty")
+            if getattr(self, name) is not None:
+                validation.directory(name, getattr(self, name))
         _require(
             self.cache_dir is None or not self.disable_radix_cache,
             self,

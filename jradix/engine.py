@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 
-from jradix import mesh, results, startup
+from jradix import mesh, results, startup, validation
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.config import EngineConfig
 from jradix.core import Core, PauseMode
@@ -29,7 +28,6 @@ from jradix.runner import Runner
 from jradix.sampling_params import Params
 from jradix.scheduler import Scheduler
 from jradix.submission import Submission, TokenIds
-from jradix.validation import is_sequence
 
 LOG = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class Engine:
         self.replicas = Replicas(self.config, parts_of_each)
         self._core = self.replicas.cores[0]
         if self.config.cache_dir is not None:
-            self.replicas.open_caches(Path(self.config.cache_dir).expanduser().absolute())
+            self.replicas.open_caches(validation.directory("cache_dir", self.config.cache_dir))
         if self.config.warmup:
             self.warm_up()
         self.replicas.start()
@@ -191,7 +189,7 @@ class Engine:
             ValueError: there is no continuation, one of them is empty, or does not fit.
             RuntimeError: it was aborted, by a pause or the engine's shutdown.
         """
-        if not is_sequence(continuations) or not len(continuations):
+        if not validation.is_sequence(continuations) or not len(continuations):
             raise ValueError(
                 f"continuations must be a list of texts or of lists of ids, not empty, got {continuations!r}"
             )
@@ -250,9 +248,7 @@ class Engine:
         target = self.config.cache_dir if directory is None else directory
         if target is None:
             raise ValueError("directory must be given, as this engine has no cache_dir")
-        if not isinstance(target, str | os.PathLike) or os.fspath(target) == "":
-            raise ValueError(f"directory must be a path that is not empty, got {target!r}")
-        saved = self.replicas.save_caches(Path(target).expanduser().absolute())
+        saved = self.replicas.save_caches(validation.directory("directory", target))
         return {name: sum(report[name] for report in saved) for name in saved[0]}
 
     def get_server_info(self) -> dict[str, Any]:

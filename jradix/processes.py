@@ -28,7 +28,7 @@ from jax._src.distributed import global_state  # knows the address of process 0,
 
 from jradix import mesh
 from jradix.config import FOUND_BY_JAX, EngineConfig
-from jradix.rendezvous import listen, meet
+from jradix.rendezvous import host_and_port, listen, meet
 
 LOG = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ def _connect_to_first(rank: int) -> Connection:
         raise RuntimeError("process 0 has ended, and has no engine to be followed any more")
     port, key = found.split()
     assert global_state.coordinator_address is not None
-    host = global_state.coordinator_address.rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(global_state.coordinator_address)
     connection = _connection(socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT))
     answer_challenge(connection, bytes.fromhex(key))
     deliver_challenge(connection, bytes.fromhex(key))

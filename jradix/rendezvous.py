@@ -78,7 +78,7 @@ class _Guest:
 
 
 def _await_others(address: str, num_processes: int, seconds: float) -> None:
-    port = _host_and_port(address)[1]
+    port = host_and_port(address)[1]
     try:
         server = listen(port)
     except OSError as error:
@@ -171,7 +171,7 @@ def _go_to_first(address: str, rank: int, num_processes: int, seconds: float) ->
     while True:
         answer, reason = "", "it does not answer"
         try:
-            with socket.create_connection(_host_and_port(address), max(0.01, give_up - time.monotonic())) as connected:
+            with socket.create_connection(host_and_port(address), max(0.01, give_up - time.monotonic())) as connected:
                 connected.sendall(greeting)
                 # It waits as long for the others, and says so then.
                 answer = _read_line(connected, seconds + _SECONDS_TO_SPEAK)
@@ -191,7 +191,8 @@ def _go_to_first(address: str, rank: int, num_processes: int, seconds: float) ->
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of "host:port"; an IPv6 address may stand in brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 

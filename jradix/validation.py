@@ -5,8 +5,10 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -49,6 +51,13 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def directory(name: str, value: Any) -> Path:
+    """Absolute, whatever becomes of the working directory; a tilde is the home."""
+    if not isinstance(value, str | os.PathLike) or os.fspath(value) == "":
+        raise ValueError(f"{name} must be a path that is not empty, got {value!r}")
+    return Path(value).expanduser().absolute()
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from jradix.model.checkpoint import open_checkpoint
 from jradix.routing import Router
 from jradix.schedule_queue import QueueFullError
 from tests.cache.paged_text import known_pages
+from tests.process_questions import prefer_even
 from tests.tiny_engine import greedy, output_ids, paused, prompts_with_shared_prefixes, sampled, start
 
 PROMPTS = prompts_with_shared_prefixes(24, 320, seed=5)
@@ -57,10 +58,6 @@ def cached(result: dict[str, Any]) -> int:
 
 def unrelated(count: int, length: int = 20, seed: int = 0) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, 320, (count, length)).tolist()
-
-
-def prefer_even(logits: jax.Array, row: ProcessorRow) -> jax.Array:
-    return logits.at[::2].add(row.params[0])
 
 
 def prefer_odd(logits: jax.Array, row: ProcessorRow) -> jax.Array:

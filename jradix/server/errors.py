@@ -76,9 +76,9 @@ def response(error: Exception) -> JSONResponse:
 def _of_validation(error: RequestValidationError) -> dict[str, Any]:
     """Names the first field that is wrong, and what was expected and given."""
     # A field that may have several types is wrong for each of them; the longest path comes nearest to what was meant.
-    paths = [_path(each, error.body) for each in error.errors()]
-    path = max((path for path in paths if path[:1] == paths[0][:1]), key=len)
-    same = [each for each, other in zip(error.errors(), paths, strict=True) if other == path]
+    found = [(_path(each, error.body), each) for each in error.errors()]
+    path = max((path for path, _ in found if path[:1] == found[0][0][:1]), key=len)
+    same = [each for other, each in found if other == path]
     first, param = same[0], ".".join(path) or None
     if first["type"] == "json_invalid":
         return body(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")

@@ -284,7 +284,8 @@ def test_the_cache_is_shown_and_explained(http: httpx2.Client) -> None:
     assert (other["reason"], other["diverged_at"], other["cached_tokens"]) == ("diverged", 8, 8)
     assert (other["shared_end"], other["cached_next"], other["asked_next"]) == ("explain ", "<b>this<", "nothing ")
     for content in ("never said", [{"type": "text", "text": "never said"}], None):  # as chat completions take it
-        assert explained(messages=[{"role": "user", "content": content}])["cached_tokens"] == 0
+        asked = [{"role": "user", "content": content}]
+        assert explained(messages=asked, cache_salt="of nobody else")["cached_tokens"] == 0
     assert "role" in refusal(http, "/cache/explain", messages=[{}])["message"]
     assert explained(input_ids=[319, 5])["cached_tokens"] == 0, "ids that no text has"
     assert "[0, 320)" in refusal(http, "/cache/explain", input_ids=[5, 320])["message"]
